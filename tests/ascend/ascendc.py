@@ -2,9 +2,7 @@
 
 import ctypes
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from ascend.guard import run_guarded
@@ -17,12 +15,12 @@ ORDERS = range(4)
 (3)."""
 
 
-def twin(name: str) -> ModuleType:
+def twin(name):
     """kernels/ascendc/NAME.py, which is no package's."""
     return module_at(SOURCES / f"{name}.py")
 
 
-def compiled(source: Path, folder: Path) -> ctypes.CDLL:
+def compiled(source, folder):
     """A source with `launch` over the CPU's version of Ascend C."""
     library = folder / f"{source.stem}.so"
     options = [
@@ -42,19 +40,19 @@ def compiled(source: Path, folder: Path) -> ctypes.CDLL:
 
 
 def launch(
-    kernel: ctypes.CDLL,
-    cores: int,
-    order: int,
-    operands: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-) -> None:
+    kernel,
+    cores,
+    order,
+    operands,
+    sizes,
+):
     """One launch, the operands between guard pages; what breaks a rule of the headers ends the
     process that runs it.
 
     order: one of ORDERS; rules.cpp takes another choice for it.
     """
 
-    def run(pointers: list[int]) -> None:
+    def run(pointers):
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         kernel.launch(
             ctypes.c_uint32(cores),
@@ -66,6 +64,6 @@ def launch(
     run_guarded(run, operands)
 
 
-def poison(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def poison(*shape, dtype):
     """Memory that nobody wrote: NaN in every float."""
     return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).squeeze(-1)

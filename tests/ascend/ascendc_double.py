@@ -7,23 +7,19 @@ torch_npu and of the Triton kernels.
 
 import contextlib
 import re
-from collections.abc import Iterator
 
 import torch
 from ascend import ascendc, triton_double
 from quantkit_kernels import backends
 from quantkit_kernels.ascend import streamed
-from torch import Tensor
 
 
-def schemas() -> list[str]:
+def schemas():
     """Of the operators, as the binding defines them."""
     return re.findall(r'library\.def\("([^"]+)"\)', (ascendc.SOURCES / "binding.cpp").read_text())
 
 
-def int4_grouped(
-    x: Tensor, weight: Tensor, parameters: Tensor, group_list: Tensor, cores: int
-) -> Tensor:
+def int4_grouped(x, weight, parameters, group_list, cores):
     assert cores == streamed.cores(x.device)[0], (
         "a program for each cube core: more would wait for ever at SyncAll"
     )
@@ -34,14 +30,14 @@ def int4_grouped(
 
 
 def fp4_gemv(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    group_list: Tensor,
-    splits: int,
-    cores: int,
-) -> Tensor:
+    x,
+    weight,
+    scale,
+    global_scale,
+    group_list,
+    splits,
+    cores,
+):
     assert cores == streamed.cores(x.device)[1], "a program for each vector core"
     words, bits = weight.view(torch.uint16).numpy(), scale.view(torch.uint8).numpy()
     y = ascendc.twin("fp4_gemv").gemv(
@@ -51,7 +47,7 @@ def fp4_gemv(
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[list[str]]:
+def installed():
     """Yields the list to which each launch of a Triton kernel adds its name."""
     library = torch.library.Library("quantkit_ascendc", "DEF")
     for schema in schemas():

@@ -4,9 +4,7 @@ lowered needs triton-ascend, which takes the name of triton; schemas needs torch
 parts of torch when imported.
 """
 
-from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ bf16 scales."""
 ENVIRONMENTS = {"lowered": "triton-ascend", "schemas": "torch_npu"}
 
 
-def _installed(package: str) -> bool:
+def _installed(package):
     try:
         distribution(package)
     except PackageNotFoundError:
@@ -28,7 +26,7 @@ collect_ignore = [folder for folder, package in ENVIRONMENTS.items() if not _ins
 
 
 @pytest.fixture(scope="module")
-def called() -> Iterator[list[str]]:
+def called():
     """Within it backend torch_npu runs on the double; the names of the operators that were
     called."""
     from ascend import npu_double
@@ -53,7 +51,7 @@ is small."""
 
 
 @pytest.fixture(scope="session")
-def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def r1_attention(tmp_path_factory):
     """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the
     model itself, halves that with rotary pairs half a head apart, as openPangu-Ultra-MoE has them,
     and int8-attention int4 by that preset."""
@@ -69,7 +67,7 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     source = make_model.write_dense(folder / "bf16", config, tensors)
     make_model.write_dense(folder / "halves", {**config, "rope_interleave": False}, tensors)
 
-    def make(scheme: str) -> Path:
+    def make(scheme):
         if not (folder / scheme).exists():
             mixture = Mixture(preset="int8-attention") if scheme == "int8-attention" else Mixture()
             grids = "rtn-w4a16" if mixture.preset else scheme
@@ -89,16 +87,16 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def quantized(tmp_path_factory):
     """The built-in model rounded to nearest on a scheme's grid, made once."""
     from quantkit.calibrate.recipe import Recipe
     from quantkit.common.assets import builtin_model
     from quantkit.grids.schemes import find_scheme
     from quantkit.quantization import quantize
 
-    made: dict[str, Path] = {}
+    made = {}
 
-    def make(scheme: str) -> Path:
+    def make(scheme):
         if scheme not in made:
             made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
             target = FORMATS.get(scheme, "auto")

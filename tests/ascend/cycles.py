@@ -59,16 +59,16 @@ class Cost:
     waits: float
     cube: float
 
-    def __add__(self, other: "Cost") -> "Cost":
+    def __add__(self, other):
         return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Cost)))
 
-    def __mul__(self, factor: float) -> "Cost":
+    def __mul__(self, factor):
         return Cost(*(getattr(self, one.name) * factor for one in fields(Cost)))
 
-    def __sub__(self, other: "Cost") -> "Cost":
+    def __sub__(self, other):
         return self + other * -1
 
-    def longest(self, waits: bool) -> tuple[float, str]:
+    def longest(self, waits):
         """Cycles of the slowest part, and which it is. waits: instructions of a vector core one
         after the other."""
         parts = {
@@ -81,9 +81,7 @@ class Cost:
         return parts[name], name
 
 
-def counted(
-    kernel: ctypes.CDLL, operands: list[torch.Tensor], sizes: list[int], mixed: bool
-) -> Cost:
+def counted(kernel, operands, sizes, mixed):
     """Of one launch on one AI core, which for a kernel of vector cores alone is two."""
     number = 1 if mixed else 2
     addresses = (ctypes.c_void_p * len(operands))(*(one.data_ptr() for one in operands))
@@ -110,7 +108,7 @@ def counted(
     )
 
 
-def int4_launch(kernel: ctypes.CDLL, rows: int, tiles: int, groups: int) -> Cost:
+def int4_launch(kernel, rows, tiles, groups):
     k, n = groups * 128, tiles * 256
     scratch = [
         torch.zeros(size, dtype=torch.uint8)
@@ -129,7 +127,7 @@ def int4_launch(kernel: ctypes.CDLL, rows: int, tiles: int, groups: int) -> Cost
     return counted(kernel, [x, weight, parameters, ends, *scratch], [rows, 1, k, n], mixed=True)
 
 
-def int4_item(kernel: ctypes.CDLL, rows: int, groups: int) -> tuple[Cost, Cost]:
+def int4_item(kernel, rows, groups):
     """A tile of 256 n over so many groups of K, and the digits of its rows, of which every vector
     core makes a share."""
     few, many = (
@@ -140,10 +138,10 @@ def int4_item(kernel: ctypes.CDLL, rows: int, groups: int) -> tuple[Cost, Cost]:
     return item, (int4_launch(kernel, rows, 1, 16) - few) * (groups / 16)
 
 
-def fp4_item(kernel: ctypes.CDLL, rows: int, tiles: int) -> Cost:
+def fp4_item(kernel, rows, tiles):
     """512 n over so many tiles of 64 k, on a vector core; half an AI core's bytes."""
 
-    def launch(size: int) -> Cost:
+    def launch(size):
         k, n = size * 64, 1024
         weight, scale = (torch.zeros(2 * size * one, dtype=torch.uint8) for one in (16384, 2048))
         others = [
@@ -163,20 +161,18 @@ def fp4_item(kernel: ctypes.CDLL, rows: int, tiles: int) -> Cost:
     return few + (many - few) * (1 / 4) * (tiles - 2)
 
 
-def experts_asked(tokens: int) -> tuple[float, float]:
+def experts_asked(tokens):
     """Routed experts that a step asks, on average and evenly, and the rows of each."""
     asked = EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** tokens)
     return asked, tokens * CHOSEN / asked
 
 
-def busiest(items: float, cores: int) -> float:
+def busiest(items, cores):
     """Items of the core that has most."""
     return float(-(-items // cores))
 
 
-def predict(
-    kernels: dict[str, ctypes.CDLL], name: str, n: int, k: int, tokens: int, waits: bool
-) -> tuple[float, str, float]:
+def predict(kernels, name, n, k, tokens, waits):
     """Microseconds of a launch over the routed experts and the shared one, what bounds it, and the
     share of the HBM's rate."""
     asked, rows = experts_asked(tokens)
@@ -200,14 +196,14 @@ def predict(
     return cycles / GHZ / 1e3, bound, total.hbm / CORES / cycles
 
 
-def compile_kernels(folder: Path) -> dict[str, ctypes.CDLL]:
+def compile_kernels(folder):
     return {
         name: ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
         for name in ("int4_grouped", "fp4_gemv")
     }
 
 
-def main() -> None:
+def main():
     lines = [
         "| kernel | product | tokens | us | bound | of the HBM | us with waits | bound |",
         "|---|---|---|---|---|---|---|---|",

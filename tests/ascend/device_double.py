@@ -9,10 +9,9 @@ be told anew: a replay waits at these until `update` was called.
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from copy import copy
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from quantkit_kernels.torch_npu import rules
 from torch import Tensor
@@ -27,7 +26,7 @@ TOLD = {"npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kv
 tests/ascend/schemas holds against this."""
 
 
-CAPTURING: list[Any] = []
+CAPTURING = []
 """The graph that is being captured, if any."""
 
 
@@ -37,9 +36,7 @@ class Warm(TorchDispatchMode):
 
     NAMES: ClassVar[set[str]] = set()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.NAMES.add(_name(operator))
         return operator(*args, **(kwargs or {}))
 
@@ -48,13 +45,11 @@ class Refuse(TorchFunctionMode):
     """Tensor.tolist reads a CPU tensor without an operator. Rules that read counts on a CPU alone
     may, and operators' own code."""
 
-    def __init__(self, record: "Record") -> None:
+    def __init__(self, record):
         super().__init__()
         self.record = record
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         asks = sys._getframe(1).f_globals["__name__"]
         if function is Tensor.tolist and not self.record.inside and asks != rules.__name__:
             raise RuntimeError("tolist: operation not permitted when stream is capturing")
@@ -62,13 +57,11 @@ class Refuse(TorchFunctionMode):
 
 
 class Record(TorchDispatchMode):
-    def __init__(self, launches: list[Any]) -> None:
+    def __init__(self, launches):
         super().__init__()
         self.launches, self.inside = launches, False
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = _name(operator)
         if name in WAITS:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
@@ -86,12 +79,12 @@ class Record(TorchDispatchMode):
 
 
 class NPUGraph:
-    def __init__(self) -> None:
-        self.launches: list[Any] = []
+    def __init__(self):
+        self.launches = []
         self.auto_dispatch_capture = False
         self.waiting = False
 
-    def replay(self) -> None:
+    def replay(self):
         assert not self.waiting, "the last replay still waits for its lengths"
         assert self not in TOLD_ANEW, "the last replay may still have to read what it was told"
         self.waiting = self.auto_dispatch_capture and any(
@@ -100,7 +93,7 @@ class NPUGraph:
         if not self.waiting:
             self._run()
 
-    def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
+    def update(self, cpu_update_input):
         assert self.auto_dispatch_capture, "the graph was not captured for updates"
         (told,) = (
             cpu_update_input  # one for all, as the executor's layers attend to the same lengths
@@ -112,28 +105,28 @@ class NPUGraph:
             self.waiting = False
             self._run()
 
-    def reset(self) -> None:
+    def reset(self):
         self.launches.clear()
 
-    def _run(self) -> None:
+    def _run(self):
         for operator, args, kwargs, results in self.launches:
             for old, new in zip(tree_leaves(results), tree_leaves(operator(*args, **kwargs))):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
-def _name(operator: Any) -> str:
+def _name(operator):
     return str(operator._schema.name).partition("::")[2]
 
 
 @contextlib.contextmanager
 def graph(
-    target: NPUGraph,
-    pool: object,
-    stream: object,
-    capture_error_mode: str,
-    auto_dispatch_capture: bool = False,
-) -> Iterator[None]:
+    target,
+    pool,
+    stream,
+    capture_error_mode,
+    auto_dispatch_capture=False,
+):
     assert capture_error_mode == "thread_local"
     target.auto_dispatch_capture = auto_dispatch_capture
     target.launches.clear()
@@ -151,25 +144,25 @@ class Stream:
     """Work begins on one behind what it was told to wait for; and a capture may not end with work
     that nothing on the first stream waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.waits = self.waited_for = False
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other):
         self.waits = other.waited_for = True
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         TOLD_ANEW.clear()
 
 
-TOLD_ANEW: list[Any] = []
+TOLD_ANEW = []
 """Graphs whose lengths were told, and whose replay may still be to read them."""
-WORKED: list[Stream] = []
-BEGUN: list[Stream] = []
+WORKED = []
+BEGUN = []
 """Streams that work is launched on now, in the place of the first."""
 
 
 @contextlib.contextmanager
-def on(stream: Stream) -> Iterator[None]:
+def on(stream):
     assert stream.waits, "its work begins before what it reads is there"
     stream.waits = stream.waited_for = False
     BEGUN.append(stream)
@@ -181,7 +174,7 @@ def on(stream: Stream) -> Iterator[None]:
         BEGUN.remove(stream)
 
 
-def driver() -> SimpleNamespace:
+def driver():
     """What torch.npu is to the executor."""
     Warm.NAMES.clear()
     return SimpleNamespace(

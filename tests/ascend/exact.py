@@ -11,28 +11,23 @@ backend.
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.linear import Linear, quantize_rows
-from quantkit_kernels.paged import CacheLayout, Latents, Norms, PagedLatents, Rotation
+from quantkit_kernels.paged import CacheLayout, Rotation
 from quantkit_kernels.prolog import MlaWeights, sizes_of
-from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
-from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.prolog import prolog_refused
-from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, kind, shape
+from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, dequantize, kind, shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.weights.weights import ExecutorWeights
-from quantkit.models.rope import Rope
 
 
 class ExactProducts(TorchDispatchMode):
@@ -52,7 +47,7 @@ class ExactProducts(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed():
     """Within it backend "reference" is this module's, and the CPU's own operators, which would be
     taken first, are not there."""
     here = SimpleNamespace(
@@ -64,29 +59,25 @@ def installed() -> Iterator[None]:
     plain, chained = backends.module, ExecutorWeights.mla_prolog
     here.NARROW_EXPERTS = True
     absent = SimpleNamespace(unusable=lambda *arguments: "the reference is asked for")
-    replaced = {"reference": cast(ModuleType, here), "cpu": cast(ModuleType, absent)}
+    replaced = {"reference": here, "cpu": absent}
     backends.module = lambda name: (
         replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
     )
-    ExecutorWeights.mla_prolog = mla_prolog  # type: ignore[method-assign]
+    ExecutorWeights.mla_prolog = mla_prolog
     backends.forget()
     try:
         yield
     finally:
-        backends.module, ExecutorWeights.mla_prolog = plain, chained  # type: ignore[method-assign]
+        backends.module, ExecutorWeights.mla_prolog = plain, chained
         backends.forget()
 
 
-def unusable(
-    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: object
-) -> str | None:
+def unusable(operator, device, dtype, shapes):
     return None
 
 
 class ExactLinear(Linear):
-    def __init__(
-        self, weight: Weight, dtype: torch.dtype, device: torch.device, in_experts: bool = False
-    ) -> None:
+    def __init__(self, weight, dtype, device, in_experts=False):
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "reference")
         narrow = isinstance(
@@ -98,10 +89,10 @@ class ExactLinear(Linear):
             weight = weight._replace(scale=weight.scale.to(dtype).float())
         self.weight, self.in_experts = weight, in_experts
 
-    def held(self) -> list[Tensor]:
+    def held(self):
         return [tensor for tensor in self.weight if tensor is not None]
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x):
         if isinstance(self.weight, Int8):
             codes, scale = quantize_rows(x)
             if isinstance(self.weight, NarrowInt8):
@@ -127,7 +118,7 @@ class ExactLinear(Linear):
         return F.linear(x, dequantize(self.weight, torch.float32).to(self.dtype))
 
 
-def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> ExactLinear:
+def linear(weight, dtype, device):
     return ExactLinear(weight, dtype, device)
 
 
@@ -136,10 +127,10 @@ class ExactExperts(Experts):
 
     def __init__(
         self,
-        linears: list[tuple[ExactLinear, ExactLinear, ExactLinear]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        linears,
+        dtype,
+        device,
+    ):
         super().__init__(
             len(linears),
             linears[0][2].out_features,
@@ -150,10 +141,10 @@ class ExactExperts(Experts):
         )
         self.linears = linears
 
-    def held(self) -> list[Tensor]:
+    def held(self):
         return [tensor for three in self.linears for one in three for tensor in one.held()]
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(self, x, topk_ids, topk_weights):
         weights = topk_weights.to(self.dtype).double()
         total = torch.zeros(x.shape, dtype=torch.float64)
         for token in range(x.shape[0]):
@@ -166,26 +157,24 @@ class ExactExperts(Experts):
 
 
 class ExactLayout(ExpertsLayout):
-    def __init__(self, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_experts, dtype, device):
         self.dtype, self.device = dtype, device
-        self.linears: dict[int, tuple[ExactLinear, ExactLinear, ExactLinear]] = {}
+        self.linears = {}
 
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+    def place(self, index, gate, up, down):
         one, two, three = (
             ExactLinear(weight, self.dtype, self.device, in_experts=True)
             for weight in (gate, up, down)
         )
         self.linears[index] = (one, two, three)
 
-    def finish(self) -> ExactExperts:
+    def finish(self):
         return ExactExperts(
             [self.linears[index] for index in sorted(self.linears)], self.dtype, self.device
         )
 
 
-def experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
-) -> ExpertsLayout:
+def experts_layout(num_experts, gate, down, dtype, device):
     if isinstance(
         gate,
         Fp4,
@@ -196,26 +185,26 @@ def experts_layout(
     return ExactLayout(num_experts, dtype, device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x, weight, eps):
     mean = x.double().square().mean(dim=-1, keepdim=True)
     return (x.double() / (mean + eps).sqrt() * weight.double()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x, residual, weight, eps):
     total = (x.double() + residual.double()).to(x.dtype)
     return rms_norm(total, weight, eps), total
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def silu_and_mul(x):
     gate, up = x.double().chunk(2, dim=-1)
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def likeliest(logits):
     return (logits == logits.amax(dim=-1, keepdim=True)).long().argmax(dim=-1)
 
 
-def route(logits: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+def route(logits, bias, how):
     """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the
     shared experts."""
     assert (how.scoring_func, how.norm_topk_prob) == ("sigmoid", True), how
@@ -241,15 +230,15 @@ def route(logits: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Te
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(x, router, bias, how):
     return route(F.linear(x.float(), router), bias, how)
 
 
-def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rope(x, positions, cos, sin, interleaved):
     return turned(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, rotation: Rotation) -> Tensor:
+def turned(x, rotation):
     """cos, sin [T, D/2], or the same twice side by side."""
     assert rotation.interleaved
     cos, sin = (table[:, : x.shape[2] // 2] for table in rotation[:2])
@@ -258,24 +247,24 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
 
 
-def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
+def cache_layout(kv_lora, rope_dim, dtype):
     apart = (kv_lora, rope_dim) == (512, 64) and dtype != torch.float32
     return CacheLayout((512, 64) if apart else (kv_lora + rope_dim,), 128)
 
 
-def pages(cache: Latents) -> Tensor:
+def pages(cache):
     """One tensor [.., kv_lora + R] of what is cached."""
     return cache if isinstance(cache, Tensor) else torch.cat(cache, dim=-1)
 
 
-def cached_order(turned_pairs: Tensor, cache: Latents) -> Tensor:
+def cached_order(turned_pairs, cache):
     """Channels as the cache has them: in two tensors, even ones before odd ones."""
     if isinstance(cache, Tensor):
         return turned_pairs
     return torch.cat([turned_pairs[..., ::2], turned_pairs[..., 1::2]], dim=-1)
 
 
-def store(cache: Latents, slots: Tensor, latent: Tensor, key: Tensor) -> None:
+def store(cache, slots, latent, key):
     """latent [T, kv_lora]; key [T, 1, R], turned."""
     key = cached_order(key, cache)[:, 0]
     if isinstance(cache, Tensor):
@@ -285,24 +274,20 @@ def store(cache: Latents, slots: Tensor, latent: Tensor, key: Tensor) -> None:
         part.view(-1, part.shape[2])[slots] = rows.to(part.dtype)
 
 
-def mla_prepare(
-    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor
-) -> Tensor:
+def mla_prepare(qkv_a, norms, rotation, cache, slots):
     sizes = [len(norms.q), len(norms.k)]
     q_a, latent, k_pe = qkv_a.split([*sizes, qkv_a.shape[1] - sum(sizes)], dim=-1)
     store(cache, slots, rms_norm(latent, norms.k, norms.eps), turned(k_pe[:, None], rotation))
     return rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(
-    q: Tensor, kv_b: Tensor, rotation: Rotation, at: PagedLatents, scale: float
-) -> Tensor:
+def mla_decode(q, kv_b, rotation, at, scale):
     nope = q.shape[2] - (pages(at.cache).shape[2] - kv_b.shape[2])
     q_pe = cached_order(turned(q[..., nope:], rotation), at.cache)
     return attend(by_head(q[..., :nope], kv_b[:, :nope]), q_pe, kv_b, nope, at, scale)
 
 
-def by_head(x: Tensor, weight: Tensor) -> Tensor:
+def by_head(x, weight):
     """x [T, heads, K] times weight [heads, K, N]: one operator, exact but for its end, where K and
     N are multiples of 128; else torch's."""
     if weight.shape[1] % 128 or weight.shape[2] % 128:
@@ -310,9 +295,7 @@ def by_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double().transpose(0, 1) @ weight.double()).transpose(0, 1).to(x.dtype)
 
 
-def mla_prefill(
-    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
-) -> Tensor:
+def mla_prefill(q, kv_b, rotation, cache, prompts, scale):
     """Torch's attention over expanded latents, as the backend asks for it, over this module's
     rotation."""
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
@@ -321,9 +304,7 @@ def mla_prefill(
     )
 
 
-def attend(
-    q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, scale: float
-) -> Tensor:
+def attend(q, q_pe, kv_b, nope, at, scale):
     query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(at.cache)
     out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
     for row, length in enumerate(at.seq_lens.tolist()):
@@ -337,27 +318,25 @@ class ExactProlog:
     """npu_mla_prolog_v3 as its public kernel rounds: products of bf16 to bf16, dequantized ones
     only where they leave it."""
 
-    def __init__(self, weights: MlaWeights, eps: float) -> None:
+    def __init__(self, weights, eps):
         self.weights, self.eps = weights, eps
         self.nope = shape(weights.q_b)[0] // len(weights.kv_b) - 64
 
-    def qkv_a(self, x: Tensor) -> Tensor:
+    def qkv_a(self, x):
         return torch.cat(
             [self._linear(x, self.weights.q_a), self._linear(x, self.weights.kv_a)], dim=-1
         )
 
-    def q_b(self, x: Tensor) -> Tensor:
+    def q_b(self, x):
         return self._linear(x, self.weights.q_b)
 
-    def _linear(self, x: Tensor, weight: Weight) -> Tensor:
+    def _linear(self, x, weight):
         """In prefill; an unquantized one is torch's own product on the NPU too."""
         if isinstance(weight, Int8):
             return product(x, weight).bfloat16()
         return x @ dequantize(weight, torch.float32).bfloat16().T.contiguous()
 
-    def __call__(
-        self, x: Tensor, rotation: Rotation, slots: Tensor, at: PagedLatents, *, scale: float
-    ) -> Tensor:
+    def __call__(self, x, rotation, slots, at, *, scale):
         w, quantized = self.weights, isinstance(self.weights.q_a, Int8)
         inside = torch.float64 if quantized else torch.bfloat16
         q_a, kv_a = product(x, w.q_a).to(inside), product(x, w.kv_a).to(inside)
@@ -380,7 +359,7 @@ class ExactProlog:
         return attend(q_nope, q_pe, w.kv_b, self.nope, at, scale)
 
 
-def product(x: Tensor, weight: Weight) -> Tensor:
+def product(x, weight):
     """Float64, nothing rounded but what an int8 product reads."""
     if isinstance(weight, Int8):
         codes, scale = quantize_rows(x)
@@ -389,13 +368,13 @@ def product(x: Tensor, weight: Weight) -> Tensor:
 
 
 def mla_prolog(
-    self: ExecutorWeights,
-    modules: tuple[str, str, str],
-    kv_b: Tensor,
-    gains: tuple[Tensor, Tensor],
-    eps: float,
-    rope: Rope,
-) -> Any:
+    self,
+    modules,
+    kv_b,
+    gains,
+    eps,
+    rope,
+):
     """ExecutorWeights.mla_prolog: for the layers that torch_npu takes."""
     weights = MlaWeights(*map(self._operand, modules), kv_b, *gains)
     kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))

@@ -6,8 +6,6 @@ import ctypes
 import faulthandler
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ _IN_PLACE = 1 << 30
 
 
 @contextlib.contextmanager
-def guarded(tensor: Tensor) -> Iterator[int]:
+def guarded(tensor):
     """The address of a copy of a tensor that ends at a page which may not be touched; one lies
     before it too. What a child process writes there is the tensor's when the context ends."""
     assert tensor.is_contiguous(), "kernels read runs"
@@ -69,7 +67,7 @@ def guarded(tensor: Tensor) -> Iterator[int]:
         _LIBC.munmap(start, whole + 2 * page)
 
 
-def run_guarded(kernel: Callable[[list[Any]], None], operands: Sequence[Any]) -> None:
+def run_guarded(kernel, operands):
     """kernel(operands), tensors given as addresses, in a process of its own; OutsideOperands says
     that it ended badly.
 
@@ -92,7 +90,7 @@ def run_guarded(kernel: Callable[[list[Any]], None], operands: Sequence[Any]) ->
             )
 
 
-def sparse(count: int, one: Tensor) -> Tensor:
+def sparse(count, one):
     """Room for `count` of a tensor's first entry, zeros that cost no memory until they are
     written."""
     size = count * one[0].numel()

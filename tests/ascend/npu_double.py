@@ -10,9 +10,7 @@ of a row of length 0, comes out as NaN.
 
 import contextlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from quantkit_kernels import backends
@@ -27,7 +25,7 @@ DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 
 
 @contextlib.contextmanager
-def few_rows_split() -> Iterator[None]:
+def few_rows_split():
     """Within it 4-bit linears of few rows are computed as CANN's template MSD_GROUP computes them;
     else exactly."""
     plain = RESULTS["npu_weight_quant_batchmatmul"]
@@ -41,10 +39,10 @@ def few_rows_split() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[list[str]]:
+def installed():
     """Register the operators; yields the list to which each call adds its name."""
     library = torch.library.Library("npu", "DEF")
-    called: list[str] = []
+    called = []
     for schema in SCHEMAS:
         library.define(schema.removeprefix("npu::"))
         name = schema.removeprefix("npu::").partition("(")[0]
@@ -57,8 +55,8 @@ def installed() -> Iterator[list[str]]:
         backends.forget()
 
 
-def _enforcing(name: str, called: list[str]) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _enforcing(name, called):
+    def run(*args, **kwargs):
         called.append(name)
         arguments = bind(name, args, kwargs)
         if getattr(arguments, "output_dtype", None) is not None:
@@ -71,7 +69,7 @@ def _enforcing(name: str, called: list[str]) -> Any:
     return run
 
 
-def copied(arguments: Any) -> list[str]:
+def copied(arguments):
     """Operands that are not contiguous: aclnn makes each so before it launches its kernel
     (l0op::Contiguous), which is a launch of its own, and of a weight reads and writes all of it."""
     return [
@@ -93,9 +91,9 @@ PLACED = {
 (mla_prolog_tiling_check.cpp)."""
 
 
-def layout_of(tensor: Tensor) -> str:
+def layout_of(tensor):
     """ND, FRACTAL_NZ, or that it is a part of a tensor in FRACTAL_NZ, which no operator reads."""
-    cast: tuple[Any, ...] | None = getattr(tensor.untyped_storage(), "cast_to_nz", None)
+    cast = getattr(tensor.untyped_storage(), "cast_to_nz", None)
     if cast is None:
         return "ND"
     return (
@@ -105,7 +103,7 @@ def layout_of(tensor: Tensor) -> str:
     )
 
 
-def _misplaced(name: str, arguments: Any) -> str | None:
+def _misplaced(name, arguments):
     for argument, value in vars(arguments).items():
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, Tensor):
@@ -115,19 +113,19 @@ def _misplaced(name: str, arguments: Any) -> str | None:
     return None
 
 
-def _format_cast(a: Any) -> Tensor:
-    cast: Tensor = a.input.clone(memory_format=torch.contiguous_format)
+def _format_cast(a):
+    cast = a.input.clone(memory_format=torch.contiguous_format)
     if a.acl_format == 29:
-        cast.untyped_storage().cast_to_nz = (cast.shape, cast.stride(), cast.dtype)  # type: ignore[attr-defined]
+        cast.untyped_storage().cast_to_nz = (cast.shape, cast.stride(), cast.dtype)
     return cast
 
 
-def _weight_quant_batchmatmul(a: Any) -> Tensor:
+def _weight_quant_batchmatmul(a):
     weight = (uncarry_int4(a.weight) if a.weight.dtype == torch.int32 else a.weight).double()
     return (a.x.double() @ _antiquant(weight, a.antiquant_scale, a.antiquant_offset)).to(a.x.dtype)
 
 
-def _is_split(a: Any) -> bool:
+def _is_split(a):
     """CANN's tiling (ops-nn, weight_quant_batch_matmul_v2_tiling_msd_group.cpp), but for the size
     of its L1 buffer."""
     k, n, group = a.weight.shape[0], a.antiquant_scale.shape[-1], a.antiquant_group_size
@@ -135,7 +133,7 @@ def _is_split(a: Any) -> bool:
     return few and a.weight.dtype == torch.int32 and k <= 13952 and k % group == 0 and n % 64 == 0
 
 
-def _split_product(a: Any) -> Tensor:
+def _split_product(a):
     """x of a group, divided by its largest value, as three int4 digits, which are multiplied by the
     codes; sums in float32, over groups in an order that CANN does not fix
     (`torch.use_deterministic_algorithms` fixes it)."""
@@ -153,7 +151,7 @@ def _split_product(a: Any) -> Tensor:
     return (total * a.antiquant_scale.float()).sum(dim=1).to(a.x.dtype)
 
 
-def _antiquant(weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+def _antiquant(weight, scale, offset):
     """(weight + offset) * scale: weight [K, N], scale and offset [G, N], [1, N] or [N]."""
     wide = scale.double().reshape(-1, scale.shape[-1])
     added = torch.zeros_like(wide) if offset is None else offset.double().reshape(wide.shape)
@@ -163,20 +161,20 @@ def _antiquant(weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     )
 
 
-def _quant_matmul(a: Any) -> Tensor:
+def _quant_matmul(a):
     product = (a.x1.double() @ a.x2.double()) * a.scale.double()
     if a.pertoken_scale is not None:
         product = product * a.pertoken_scale.double().unsqueeze(-1)
     return product.to(a.output_dtype)
 
 
-def _dynamic_quant(a: Any) -> tuple[Tensor, Tensor]:
+def _dynamic_quant(a):
     scale = a.input.float().abs().amax(dim=-1) / 127
     divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.round(a.input.float() / divisor.unsqueeze(-1)).to(torch.int8), scale
 
 
-def _grouped_matmul(a: Any) -> list[Tensor]:
+def _grouped_matmul(a):
     x, weight = a.x[0], a.weight[0]
     pieces = []
     for expert, rows in enumerate(x.double().split(a.group_list.tolist())):
@@ -202,14 +200,14 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
     return [product.to(a.output_dtype or x.dtype)]
 
 
-def _narrow_product(rows: Tensor, carriers: Tensor, scale_bits: Tensor, bias: Tensor) -> Tensor:
+def _narrow_product(rows, carriers, scale_bits, bias):
     """int8 by int4: rows are 16 h + l + 8, h and l of four bits, of which the 8 is left to the
     bias."""
     scale = scale_bits.flatten().to(torch.int32).view(torch.float32).double()
     return (rows - 8) @ uncarry_int4(carriers).double() * scale + bias.double()
 
 
-def _moe_gating_top_k(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _moe_gating_top_k(a):
     wide = a.x.double()
     scores = wide.sigmoid() if a.norm_type == 1 else wide.softmax(dim=-1)
     choice = scores if a.bias is None else scores + a.bias.double()
@@ -230,7 +228,7 @@ def _moe_gating_top_k(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (weights * a.routed_scaling_factor).to(a.x.dtype), ids.to(torch.int32), scores.float()
 
 
-def _moe_init_routing_v2(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _moe_init_routing_v2(a):
     ids, top_k = a.expert_idx.flatten().long(), a.expert_idx.shape[1]
     order = ids.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
@@ -244,33 +242,33 @@ def _moe_init_routing_v2(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return rows, places.to(torch.int32), counts, scale
 
 
-def _moe_finalize_routing(a: Any) -> Tensor:
+def _moe_finalize_routing(a):
     rows = a.expanded_permuted_rows.double()[a.expanded_src_to_dst_row.long()]
     weighted = rows.unflatten(0, a.scales.shape) * a.scales.double().unsqueeze(-1)
     return weighted.sum(dim=1).to(a.expanded_permuted_rows.dtype)
 
 
-def _swiglu(a: Any) -> Tensor:
+def _swiglu(a):
     gate, up = a.input.double().chunk(2, dim=a.dim)
     return (torch.nn.functional.silu(gate) * up).to(a.input.dtype)
 
 
-def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _normed(x, gamma, epsilon):
     wide = x.double()
     rstd = (wide.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
     return (wide * rstd * gamma.double()).to(x.dtype), rstd.float()
 
 
-def _rms_norm(a: Any) -> tuple[Tensor, Tensor]:
+def _rms_norm(a):
     return _normed(a.input, a.gamma, a.epsilon)
 
 
-def _add_rms_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm(a):
     total = a.x1 + a.x2
     return *_normed(total, a.gamma, a.epsilon), total
 
 
-def _rotary_mul(a: Any) -> Tensor:
+def _rotary_mul(a):
     x = a.input.double()
     if a.rotary_mode == "interleave":
         turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
@@ -280,17 +278,17 @@ def _rotary_mul(a: Any) -> Tensor:
     return (x * a.r1.double() + turned * a.r2.double()).to(a.input.dtype)
 
 
-def _halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _halves_turned(x, cos, sin):
     """Interleave-half: even channels, then odd ones, turned as halves. x [T, .., 64]."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.cat([even, odd], dim=-1) * cos + torch.cat([-odd, even], dim=-1) * sin
 
 
-def _interleave_rope(a: Any) -> Tensor:
+def _interleave_rope(a):
     return _halves_turned(a.x.double(), a.cos.double(), a.sin.double()).to(a.x.dtype)
 
 
-def _kv_rmsnorm_rope_cache(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kv_rmsnorm_rope_cache(a):
     latent, k_pe = a.kv.split([512, 64], dim=-1)
     keys = _halves_turned(k_pe.double(), a.cos.double(), a.sin.double())
     _store(a.ckv_cache, a.index, _normed(latent, a.gamma, a.epsilon)[0])
@@ -298,17 +296,17 @@ def _kv_rmsnorm_rope_cache(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return a.k_cache, a.ckv_cache, torch.full((1,), math.nan), torch.full((1,), math.nan)
 
 
-def _store(cache: Tensor, slots: Tensor, values: Tensor) -> None:
+def _store(cache, slots, values):
     width = cache.shape[-1]
     cache.view(-1, width).index_copy_(0, slots, values.reshape(-1, width).to(cache.dtype))
 
 
-def _transpose_batchmatmul(a: Any) -> Tensor:
+def _transpose_batchmatmul(a):
     by_head = a.input.permute(a.perm_x1).double() @ a.weight.double()
     return by_head.transpose(0, 1).to(a.input.dtype).contiguous()
 
 
-def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _mla_prolog_v3(a):
     """Products of bf16 are rounded to bf16, dequantized ones not before they were normed, turned,
     or enter the product with W_UK (CANN's ops-transformer at c29bc10, mla_prolog_comm.h, types by
     scenario)."""
@@ -358,7 +356,7 @@ def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
+def _fused_infer_attention_score(a):
     """Paged, one query token a row: each over its own tokens and nothing behind them. A block's key
     heads may stand side by side."""
     if a.key.dim() == 3:

@@ -6,7 +6,6 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from imported import module_at
@@ -16,11 +15,11 @@ ON_THE_DOUBLE = (sys.executable, str(Path(__file__).with_name("on_the_double.py"
 
 
 @pytest.fixture(scope="module")
-def acceptance() -> ModuleType:
+def acceptance():
     return module_at(ROOT / "tools" / "acceptance_npu.py")
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """Whether a process runs; one that is dead and that nothing asked for does not."""
     for _ in range(100):
         status = Path(f"/proc/{pid}/status")
@@ -68,7 +67,7 @@ def test_the_whole_day(acceptance, tmp_path, monkeypatch):
     assert ended["slow"] == "not done after 1 s"
     assert not is_alive(int(pid.read_text())), "what it started ended with it"
     with tarfile.open(acceptance.archive_of(tmp_path / "day")) as archive:
-        kept = json.loads(archive.extractfile("day/summary.json").read())  # type: ignore[union-attr]
+        kept = json.loads(archive.extractfile("day/summary.json").read())
     assert kept == told
     assert kept["schema"] == acceptance.SCHEMA
     assert "no JSON" in ended["silent"]

@@ -31,7 +31,7 @@ RULES = (
 
 
 @pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def rules(tmp_path_factory):
     return ascendc.compiled(ascendc.CPU / "rules.cpp", tmp_path_factory.mktemp("ascendc"))
 
 
@@ -63,7 +63,7 @@ def test_goldens_as_files(kernel, tmp_path):
     subprocess.run(["g++", *options, *folders, source / "main.asc", "-o", program], check=True)
     folder = tmp_path / kernel
 
-    def run() -> subprocess.CompletedProcess[str]:
+    def run():
         return subprocess.run([program, folder], capture_output=True, text=True, check=False)
 
     done = run()

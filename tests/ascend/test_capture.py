@@ -1,8 +1,6 @@
 """Decode steps captured on the doubles of torch.npu and torch_npu: the tokens of eager steps, and
 nothing that a capture would refuse."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from ascend import device_double, npu_double
@@ -10,7 +8,7 @@ from quantkit_kernels import accelerator, torch_npu
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture
+from quantkit.executor.runner.graphs import DeviceCapture
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights import weights
@@ -20,14 +18,14 @@ PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 PARAMS = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)]
 
 
-def tokens(engine: Engine) -> list[list[int]]:
+def tokens(engine):
     return [
         done.token_ids
         for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)
     ]
 
 
-def load(path: Path) -> Engine:
+def load(path):
     return Engine.load(
         path,
         device="cpu",
@@ -39,7 +37,7 @@ def load(path: Path) -> Engine:
 
 
 @pytest.fixture
-def npu(monkeypatch: pytest.MonkeyPatch) -> DeviceCapture:
+def npu(monkeypatch):
     monkeypatch.setattr(accelerator, "module", lambda device: device_double.driver())
     return DeviceCapture(torch.device("cpu"))
 
@@ -69,7 +67,7 @@ def test_a_capture_that_prefetching_ends_is_tried_without(quantized, npu, monkey
     afterwards."""
     asked = []
 
-    def refused(a: object) -> None:
+    def refused(a):
         asked.append(len(device_double.CAPTURING))
         if device_double.CAPTURING:
             raise RuntimeError("npu_prefetch: its stream is not captured")
@@ -114,15 +112,13 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(quantized, np
         behind, model = engine.runner.drafter_steps(engine.loaded.model), engine.runner.steps
     assert len(streams) > 1
     assert len(set(map(id, streams))) == 1, "sizes share a stream"
-    assert isinstance(behind, DecodeSteps)
-    assert isinstance(model, DecodeSteps)
-    assert behind._capture._pool is not model._capture._pool  # type: ignore[attr-defined]
+    assert behind._capture._pool is not model._capture._pool
 
 
 def test_ranks_that_part_let_go_of_graphs_first(npu, monkeypatch):
     """NCCL's communicator waits for graphs that hold its sums."""
     accelerator.let_go_of_graphs()  # those of other tests
-    order: list[str] = []
+    order = []
     monkeypatch.setattr(device_double.NPUGraph, "reset", lambda graph: order.append("graph"))
     monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: order.append("group"))
     x = torch.zeros(3)

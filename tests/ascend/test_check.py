@@ -3,13 +3,12 @@ operator of the backend, and the versions."""
 
 import importlib
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ascend import npu_double
-from quantkit_kernels import Measurement, function_cases, timing, torch_npu
+from quantkit_kernels import function_cases, timing, torch_npu
 from quantkit_kernels.torch_npu import machine
 from typer.testing import CliRunner
 
@@ -22,7 +21,7 @@ check = importlib.import_module(
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[list[Measurement], set[str]]]:
+def measured():
     """All rows, and the operators of torch_npu that were called. R1's shapes take the double a
     minute; these are smaller."""
     with pytest.MonkeyPatch.context() as patch, npu_double.installed() as called:

@@ -12,14 +12,12 @@ from quantkit_kernels.torch_npu.rules import RULES
 from quantkit.common.assets import asset
 
 TESTS = Path(__file__).parents[1]
-EVIDENCE: dict[str, list[dict[str, list[str]]]] = yaml.safe_load(
-    Path(__file__).with_name("evidence.yaml").read_text()
-)
+EVIDENCE = yaml.safe_load(Path(__file__).with_name("evidence.yaml").read_text())
 """By the row, for each part of its last column: files and tests in them."""
 
 
 @functools.cache
-def table() -> dict[str, list[str]]:
+def table():
     """Columns of the page's table by the first."""
     page = asset("docs", "lab", "ascend.md").read_text()
     lines = (
@@ -34,7 +32,7 @@ def table() -> dict[str, list[str]]:
 
 
 @functools.cache
-def names_in(file: str) -> set[str]:
+def names_in(file):
     return {
         one.name
         for one in ast.parse((TESTS / file).read_text()).body

@@ -7,13 +7,10 @@ far from float32 as the reference backend is.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from ascend import exact, npu_double
-from torch import Tensor
 
 from quantkit.common.assets import builtin_model
 from quantkit.common.errors import QuantkitError
@@ -22,7 +19,6 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.weights.load import load_model
 
 QUESTIONS = ("What is 12 + 7?", "Tom has 5 apples and buys 8 more. How many apples does Tom have?")
@@ -49,17 +45,17 @@ CALLED = {
 
 
 @pytest.fixture
-def model(request: pytest.FixtureRequest, quantized: Callable[[str], Path]) -> Path:
+def model(request, quantized):
     return builtin_model("tiny-r1") if request.param == "bf16" else quantized(request.param)
 
 
 @pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
+def no_gradients():
     with torch.inference_mode():
         yield
 
 
-def answers(path: Path, dtype: str, backend: str) -> list[Completion]:
+def answers(path, dtype, backend):
     engine = Engine.load(
         path, device="cpu", dtype=dtype, backend=backend, max_batch=4, max_model_len=256
     )
@@ -122,7 +118,7 @@ Text = tuple[list[int], int]
 
 
 @functools.cache
-def in_float32(model: Path) -> tuple[list[Text], Tensor]:
+def in_float32(model):
     """The questions with the reference's answers, and its log-probabilities along them."""
     engine = Engine.load(
         model, device="cpu", dtype="float32", backend="reference", max_batch=4, max_model_len=256
@@ -137,7 +133,7 @@ def in_float32(model: Path) -> tuple[list[Text], Tensor]:
     return texts, forced(model, "float32", "reference", texts)
 
 
-def forced(path: Path, dtype: str, backend: str, texts: list[Text]) -> Tensor:
+def forced(path, dtype, backend, texts):
     """Log-probabilities float64 [steps, vocab] after every text's prompt, then after each later
     token, decoded a token of each text at a time."""
     loaded = load_model(path, device="cpu", dtype=dtype, backend=backend)
@@ -168,7 +164,7 @@ def forced(path: Path, dtype: str, backend: str, texts: list[Text]) -> Tensor:
     return torch.cat(rows).double().log_softmax(dim=-1)
 
 
-def divergence(ideal: Tensor, other: Tensor) -> float:
+def divergence(ideal, other):
     """Mean KL divergence per step, in nats."""
     return float((ideal.exp() * (ideal - other)).sum(dim=-1).mean())
 

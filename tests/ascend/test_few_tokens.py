@@ -1,8 +1,6 @@
 """Experts of few tokens in two launches, and routing's rest in one: on the double of the Triton
 kernels."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from ascend import triton_double
@@ -20,7 +18,7 @@ GRIDS = ("int4-asym-128", "int4-asym-32", "int4-sym-64", "fp4", "int8")
 
 
 @pytest.fixture(autouse=True)
-def launched() -> Iterator[list[str]]:
+def launched():
     with triton_double.installed() as names:
         yield names
 
@@ -53,7 +51,7 @@ def test_weights_of_experts_are_added_in_float32(grid):
     weights = random_experts(grid, 1, 256, 128, torch.Generator().manual_seed(3))
     down = weights[2][0]
     signed = "global_scale" if grid == "fp4" else "scale"
-    opposite = down._replace(**{signed: -getattr(down, signed)})  # type: ignore[union-attr]
+    opposite = down._replace(**{signed: -getattr(down, signed)})
     experts = layer([2 * weights[0], 2 * weights[1], [down, opposite]], "ascend", torch.bfloat16)
     x = torch.randn(1, 256, generator=torch.Generator().manual_seed(4)).bfloat16()
     one, ids = experts(x, torch.tensor([[0]]), torch.ones(1, 1)), torch.tensor([[0, 1]])
@@ -141,7 +139,7 @@ def test_a_kernel_has_one_program_for_each_vector_core_at_most():
 
 
 def test_results_lie_where_their_operands_do(monkeypatch):
-    launches: list[launch.KernelLaunch] = []
+    launches = []
     monkeypatch.setattr(launch, "run", launches.append)
     meta, how = torch.device("meta"), Routing(40, 5, num_joined_experts=1)
     chosen = torch.empty(2, 5, dtype=torch.int32, device=meta), torch.empty(2, 5, device=meta)

@@ -1,9 +1,6 @@
 """The FP4 product in Ascend C and its NumPy twin: the layout, decoding to the bit, products against
 float64 and each other."""
 
-import ctypes
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -14,16 +11,16 @@ from quantkit_kernels.samples import distance, random_weight
 
 
 @pytest.fixture(scope="module")
-def twin() -> ModuleType:
+def twin():
     return ascendc.twin("fp4_gemv")
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernel(tmp_path_factory):
     return ascendc.compiled(ascendc.CPU / "launch_fp4_gemv.cpp", tmp_path_factory.mktemp("ascendc"))
 
 
-def operands(twin: ModuleType, weights: list[Fp4]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def operands(twin, weights):
     n = weights[0].codes.shape[0]
     packed = np.stack([twin.pack(weight.codes.numpy()) for weight in weights])
     scale = np.stack(
@@ -36,11 +33,10 @@ def operands(twin: ModuleType, weights: list[Fp4]) -> tuple[np.ndarray, np.ndarr
     )
 
 
-def fp4(n: int, k: int, seed: int) -> Fp4:
+def fp4(n, k, seed):
     """A global scale for every column, as stacked gate and up have them."""
     rng = torch.Generator().manual_seed(seed)
     weight = random_weight("fp4", n, k, rng)
-    assert isinstance(weight, Fp4)
     return weight._replace(global_scale=weight.global_scale * (0.5 + torch.rand(n, generator=rng)))
 
 
@@ -108,13 +104,13 @@ def test_a_swapped_nibble_or_group_is_seen(twin):
 
 
 def run(
-    kernel: ctypes.CDLL,
-    cores: int,
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    ends: list[int],
-    splits: int,
-) -> torch.Tensor:
+    kernel,
+    cores,
+    x,
+    parts,
+    ends,
+    splits,
+):
     """y bf16 [R, N] of the source. parts: weight, scale, global scale."""
     k, n = x.shape[1], parts[2].shape[1]
     blocks = sum(-(-(last - first) // 4) for first, last in zip([0, *ends[:-1]], ends))

@@ -3,7 +3,6 @@ vector cores. HCCL is not here."""
 
 import os
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ from quantkit.executor.ranks import parallel
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def asked(monkeypatch):
     """What is asked of the driver and of torch.distributed, in order, with the mode of collectives
     at that time."""
-    found: list[tuple[Any, ...]] = []
+    found = []
     driver = SimpleNamespace(set_device=lambda device: found.append(("card", str(device))))
     monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
 
-    def meet(backend: str, rank: int, world_size: int, timeout: object) -> None:
+    def meet(backend, rank, world_size, timeout):
         found.append((backend, rank, world_size, os.environ.get("HCCL_OP_EXPANSION_MODE")))
 
     monkeypatch.setattr(dist, "init_process_group", meet)
@@ -41,12 +40,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 class Card(SimpleNamespace):
     """A device as torch_npu names it: its type cannot be made without torch_npu."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"npu:{self.index}"
 
 
 def test_a_rank_takes_its_card_and_meets_over_hccl(asked):
-    parallel.Parallel(3, 8).connect(Card(type="npu", index=3))  # type: ignore[arg-type]
+    parallel.Parallel(3, 8).connect(Card(type="npu", index=3))
     assert asked == [
         ("card", "npu:3"),
         ("hccl", 3, 8, "AIV"),
@@ -57,7 +56,7 @@ def test_a_rank_takes_its_card_and_meets_over_hccl(asked):
 
 def test_a_mode_that_was_set_stays(asked, monkeypatch):
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AI_CPU")
-    parallel.Parallel(0, 2).connect(Card(type="npu", index=0))  # type: ignore[arg-type]
+    parallel.Parallel(0, 2).connect(Card(type="npu", index=0))
     assert asked[1] == ("hccl", 0, 2, "AI_CPU")
 
 

@@ -1,9 +1,6 @@
 """The int4 product in Ascend C, whose vector cores decode for the cube, and its NumPy twin: against
 float64 and each other."""
 
-import ctypes
-from types import ModuleType
-
 import numpy as np
 import pytest
 import torch
@@ -12,18 +9,18 @@ from ascend.guard import sparse
 
 
 @pytest.fixture(scope="module")
-def twin() -> ModuleType:
+def twin():
     return ascendc.twin("int4_grouped")
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernel(tmp_path_factory):
     return ascendc.compiled(
         ascendc.CPU / "launch_int4_grouped.cpp", tmp_path_factory.mktemp("ascendc")
     )
 
 
-def random(n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random(n, k, seed):
     """Codes [N, K] of -8..7, scales and zero points [N, K / 128]."""
     rng = np.random.default_rng(seed)
     scale = (rng.uniform(0.5, 2, (n, k // 128)) / 100).astype(np.float16).astype(np.float32)
@@ -34,15 +31,13 @@ def random(n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     )
 
 
-def packed(
-    twin: ModuleType, weights: list[tuple[np.ndarray, ...]]
-) -> tuple[np.ndarray, np.ndarray]:
+def packed(twin, weights):
     return np.stack([twin.pack(one[0]) for one in weights]), np.stack(
         [twin.pack_parameters(*one[1:]) for one in weights]
     )
 
 
-def rows(count: int, k: int) -> torch.Tensor:
+def rows(count, k):
     """One of them zeros, one with a value far above its group's others."""
     x = torch.randn(count, k, generator=torch.Generator().manual_seed(count))
     x[0, :128] = 0
@@ -50,7 +45,7 @@ def rows(count: int, k: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def decoded(weight: tuple[np.ndarray, ...]) -> np.ndarray:
+def decoded(weight):
     codes, scale, zero = (one.astype(np.float64) for one in weight)
     return (codes - zero.repeat(128, axis=1)) * scale.repeat(128, axis=1)
 
@@ -102,13 +97,13 @@ def test_experts_of_one_rank_against_float64(twin, n, k):
 
 
 def run(
-    kernel: ctypes.CDLL,
-    cores: int,
-    order: int,
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    ends: list[int],
-) -> torch.Tensor:
+    kernel,
+    cores,
+    order,
+    x,
+    parts,
+    ends,
+):
     count, k, n = len(x), x.shape[1], parts[0].shape[1] * 256
     scratch = [
         ascendc.poison(count, 2, k, dtype=torch.int8),

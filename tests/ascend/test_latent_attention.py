@@ -1,8 +1,6 @@
 """Latent attention by backend torch_npu on the double: two caches at DeepSeek-V3's sizes, by the
 prolog and by the chain it replaces."""
 
-from typing import Any
-
 import pytest
 import torch
 from ascend import npu_double
@@ -27,13 +25,13 @@ from quantkit_kernels.torch_npu.functional import attend
 pytestmark = pytest.mark.usefixtures("called")
 
 
-def page_ends(block_size: int) -> list[int]:
+def page_ends(block_size):
     """A row of no tokens beside one of one, and rows that end before, at and behind the end of a
     page."""
     return [1, 0, block_size - 1, block_size, block_size + 1, 2 * block_size - 1, 2 * block_size]
 
 
-def halves(x: torch.Tensor) -> torch.Tensor:
+def halves(x):
     return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
 
 
@@ -77,7 +75,6 @@ def test_mla_decode(heads, block_size, interleaved, called):
     )
     q, kv_b, rotation, pages = case.arguments
     doubled = Rotation(*doubled_angles(rotation.cos, rotation.sin, torch.bfloat16), interleaved)
-    assert isinstance(pages.cache, torch.Tensor)
     apart = pages._replace(cache=split_latents(pages.cache, 512, interleaved))
     ours = functional.mla_decode(q, kv_b, doubled, apart, scale=case.scale, backend="torch_npu")
     assert distance(ours, case.exact) < 1e-2
@@ -102,7 +99,6 @@ def test_queries_need_not_lie_in_one_piece():
     piece."""
     case = latent_attention([17, 24], 2, 16, (128, 64, 128, 512), torch.bfloat16)
     pages, wide = case.arguments[3], random(2, 2, 2 * 576)
-    assert isinstance(pages.cache, torch.Tensor)
     absorbed, q_pe = wide[..., :512], wide[..., 600:664]
     for one in (pages, pages._replace(cache=split_latents(pages.cache, 512, True))):
         expected = attend(absorbed.contiguous(), q_pe.contiguous(), one, 0.1)
@@ -113,7 +109,6 @@ def test_two_caches_are_read_by_the_operator_alone():
     """What it refuses is not computed in another way: three heads are no power of two."""
     case = latent_attention([17, 24], 3, 16, (128, 64, 128, 512), torch.bfloat16)
     pages = case.arguments[3]
-    assert isinstance(pages.cache, torch.Tensor)
     with pytest.raises(AssertionError, match="a power of two"):
         attend(
             random(2, 3, 512),
@@ -140,13 +135,12 @@ def test_the_cache_lies_as_the_operators_want():
     assert cache_layout(512, 64, torch.bfloat16, cpu, backend="reference").widths == (576,)
     case = latent_attention([3], 2, 16, (128, 64, 128, 512), torch.bfloat16)
     q, kv_b, rotation, pages = case.arguments
-    assert isinstance(pages.cache, torch.Tensor)
     apart = pages._replace(cache=split_latents(pages.cache, 512, True))
     with pytest.raises(ValueError, match="cache: in two tensors, which reference does not read"):
         functional.mla_decode(q, kv_b, rotation, apart, scale=1.0, backend="reference")
 
 
-def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWeights:
+def layer_of(grid, seed=3, heads=2, nope=128):
     """One layer of R1's sizes but for the heads."""
     rng = torch.Generator().manual_seed(seed)
     q_a, q_b, kv_a = (
@@ -162,7 +156,7 @@ def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWe
 def test_mla_prolog_is_the_chain_it_replaces(grid, interleaved, called, monkeypatch):
     """R1's sizes with two heads: queries, both caches and what the heads attended to, against the
     reference, launch by launch; weights in the layouts that the operator reads."""
-    given: list[Any] = []
+    given = []
     computed = npu_double.RESULTS["npu_mla_prolog_v3"]
     monkeypatch.setitem(
         npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1]
@@ -180,7 +174,7 @@ def test_mla_prolog_is_the_chain_it_replaces(grid, interleaved, called, monkeypa
         for name in ("torch_npu", "reference")
     )
 
-    def order(pairs: torch.Tensor) -> torch.Tensor:
+    def order(pairs):
         return (halves(pairs) if interleaved else pairs).double()
 
     apart, whole = (
@@ -222,7 +216,7 @@ def test_mla_prolog_is_the_chain_it_replaces(grid, interleaved, called, monkeypa
     ],
 )
 def test_mla_prolog_is_refused_with_the_reason(change, reason):
-    how: dict[str, Any] = {"grid": "int8", "heads": 2, "dtype": torch.bfloat16} | change
+    how = {"grid": "int8", "heads": 2, "dtype": torch.bfloat16} | change
     weights = layer_of(how["grid"], heads=how["heads"])
     why = why_no_prolog(weights, 64, "torch_npu", how["dtype"], torch.device("cpu"))
     assert reason in (why or "")

@@ -1,7 +1,5 @@
 """Launches of a decode step on torch_npu's operators and Triton kernels (docs/lab/ascend.md)."""
 
-from typing import Any
-
 import pytest
 import torch
 from ascend import ascendc_double, triton_double
@@ -23,13 +21,11 @@ class CountLaunches(TorchDispatchMode):
     """Operators that would start something on a device, and what aclnn copies before torch_npu's. A
     rule that reads counts on the CPU only is none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         library, _, name = operator._schema.name.partition("::")
         if library == "npu":
             first = copied(bind(name, args, kwargs or {}))
@@ -39,7 +35,7 @@ class CountLaunches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-COUNTED: list[tuple[str, str, dict[int, tuple[int, int]]]] = [
+COUNTED = [
     ("rtn-w4a16", "torch_npu", {2: (18, 26)}),
     ("int8-a8w8c16", "torch_npu", {2: (13, 20)}),
     ("int8-attention", "torch_npu", {2: (10, 18)}),
@@ -74,7 +70,7 @@ def test_launches_of_a_step(model, backend, counted, r1_attention):
             assert launches_of(engine, backend, batch) == (*layers, STEP)
 
 
-def launches_of(engine: Engine, backend: str, batch: int) -> tuple[int, int, int]:
+def launches_of(engine, backend, batch):
     sequences = [
         engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8))
         for first in range(5, 5 + batch)

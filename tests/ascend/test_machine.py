@@ -3,9 +3,7 @@ there are none."""
 
 import platform
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +39,7 @@ TORCH_NPU = SimpleNamespace(
 
 
 @pytest.fixture
-def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def npu(tmp_path, monkeypatch):
     """torch_npu is imported, and cards are files of a folder."""
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
     monkeypatch.setattr(machine, "DRIVER", tmp_path / "driver.info")
@@ -75,9 +73,8 @@ def test_what_stands_beside_a_time(npu, monkeypatch):
 
 
 def test_what_keeps_an_npu_from_being_used(npu, monkeypatch):
-    def said() -> str:
+    def said():
         lack = machine.lack()
-        assert lack is not None
         return f"{lack.what}: {lack.remedy}"
 
     assert f"there is no {npu}/davinci*: install the driver" in said()
@@ -119,7 +116,7 @@ def test_what_was_published_to_work_together(change, words):
 @pytest.mark.parametrize(("cann", "runs"), [("9.1.0", True), ("9.0.0", False), ("8.5.0", False)])
 def test_an_operator_that_cann_has_not_falls_back(cann, runs, monkeypatch):
     """It is registered all the same; `quantkit kernels` says why it is not taken."""
-    npu: Any = SimpleNamespace(type="npu", index=0)
+    npu = SimpleNamespace(type="npu", index=0)
     monkeypatch.setattr(machine, "installed_cann", lambda: cann)
     monkeypatch.setattr(torch_npu, "has_kernel", lambda name, device: True)
     reason = torch_npu.unusable("mla_prolog", npu, None, ())
@@ -133,7 +130,7 @@ def test_the_cubes_own_layout_is_allowed_before_it_is_asked_for(monkeypatch):
     config = SimpleNamespace(allow_internal_format=False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(config=config))
     monkeypatch.setattr(calls, "call", lambda name, *_: (name, config.allow_internal_format))
-    weight: Any = SimpleNamespace(device=SimpleNamespace(type="npu"))
+    weight = SimpleNamespace(device=SimpleNamespace(type="npu"))
     assert calls.format_cast_nz(weight) == ("npu_format_cast", True)
 
 

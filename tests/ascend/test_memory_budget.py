@@ -1,7 +1,6 @@
 """The cache of an NPU is sized by what a prompt's operators left free."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from quantkit.executor.weights.load import load_model
 
 
 def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch):
-    order: list[Any] = []
+    order = []
     monkeypatch.setattr(memory_budget, "warm_up", lambda loaded, tokens: order.append(tokens))
     monkeypatch.setattr(
         memory_budget, "free_bytes", lambda device: order.append(device.type) or 1000
@@ -23,15 +22,15 @@ def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch):
         loaded = SimpleNamespace(
             device=SimpleNamespace(type=kind), config=SimpleNamespace(max_position_embeddings=512)
         )
-        assert memory_budget.free_cache_bytes(loaded, 2048) == 1000  # type: ignore[arg-type]
+        assert memory_budget.free_cache_bytes(loaded, 2048) == 1000
     assert order == [512, "npu", "cpu", "cuda"]
 
 
 def test_the_engine_asks_so(quantized, monkeypatch):
     """For as many tokens as a step computes, and plans with the answer."""
-    asked: list[int] = []
+    asked = []
 
-    def free(loaded: object, tokens: int) -> int:
+    def free(loaded, tokens):
         asked.append(tokens)
         return 1 << 20
 
@@ -65,14 +64,14 @@ def test_the_prompt_goes_through_every_operator(quantized, monkeypatch):
             "npu_weight_quant_batchmatmul",
             "npu_moe_init_routing_v2",
         } <= set(called)
-        heads: list[int] = []
+        heads = []
         with monkeypatch.context() as patched:
             patched.setattr(
                 type(loaded.model), "logits", lambda self, hidden: heads.append(len(hidden))
             )
             memory_budget.warm_up(loaded, 2 * loaded.cache_layout.block_size + 1)
         assert heads == [1], "of the last token, as a step asks"
-        given: list[torch.Tensor] = []
+        given = []
         monkeypatch.setattr(
             type(loaded.model), "__call__", lambda self, ids, context: given.append(ids) or full()
         )
@@ -81,5 +80,5 @@ def test_the_prompt_goes_through_every_operator(quantized, monkeypatch):
     assert [len(ids) for ids in given] == [40]
 
 
-def full() -> torch.Tensor:
+def full():
     raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 1.76 GiB\nmore")

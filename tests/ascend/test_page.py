@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,7 +35,7 @@ CHANGED = {
 ADDED = {"quantize": "--samples 2 --seq-len 64", "serve": "--port {port}"}
 
 
-def changed(line: str, port: int) -> list[str]:
+def changed(line, port):
     for ours, theirs in CHANGED.items():
         line = line.replace(ours, theirs)
     line = line.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("NAME", "R1-awq")
@@ -45,7 +44,7 @@ def changed(line: str, port: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Where the commands run: DeepSeek-R1-0528 as it is published, with small sizes that two
     boxes of eight can share."""
     made = tmp_path_factory.mktemp("page")
@@ -54,14 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[int]:
+def server(folder):
     """The page's own server of quantkit, on the double; its port."""
     (folder / "R1-awq").symlink_to("R1-w4")
     port = free_port()

@@ -1,14 +1,11 @@
 """What is asked for during a collective is what the operator after it holds."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
 
 import torch
 from ascend import device_double, npu_double
 from ascend.test_executor import forced
 from quantkit_kernels import torch_npu
-from torch import Tensor
 
 from quantkit.executor.weights import prefetch, weights
 
@@ -17,25 +14,25 @@ class Noted(prefetch.Prefetcher):
     """Notes, one after the other, collectives with what is asked for meanwhile, and calls with what
     the operator holds."""
 
-    def __init__(self) -> None:
-        self.noted: list[tuple[str, list[Tensor]]] = []
-        super().__init__(self.ask, device_double.driver())  # type: ignore[arg-type]
+    def __init__(self):
+        self.noted = []
+        super().__init__(self.ask, device_double.driver())
 
-    def ask(self, tensors: list[Tensor], after: Tensor) -> None:
+    def ask(self, tensors, after):
         assert [self._stream] == device_double.BEGUN, "beside the collective, not before it"
         self.noted[-1] = ("collective", tensors)
         torch_npu.prefetch(tensors, after)
 
-    def during(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def during(self, collective, x):
         self.noted.append(("collective", []))
         return super().during(collective, x)
 
-    def called(self, number: int, held: list[Tensor]) -> None:
+    def called(self, number, held):
         self.noted.append(("call", held))
         super().called(number, held)
 
 
-def same(some: list[Tensor], others: list[Tensor]) -> bool:
+def same(some, others):
     return [one.data_ptr() for one in some] == [other.data_ptr() for other in others]
 
 
@@ -80,7 +77,7 @@ def test_what_holds_too_much_is_not_asked_for():
         for held in tensors.values()
     ]
     for follow in (noted.follow, lambda one: noted.follow_prolog(one)._first):
-        just, large = (follow(cast(Any, operator)) for operator in operators)
+        just, large = (follow(operator) for operator in operators)
         assert same(just.held, tensors["just"])
         assert large.held == []
 
@@ -91,7 +88,7 @@ def test_what_follows_a_collective_is_learnt_of_collectives_alone():
     noted, x = Noted(), torch.zeros(1)
     held = {number: [torch.full((8,), number)] for number in (1, 2, 3)}
 
-    def add_up() -> list[Tensor]:
+    def add_up():
         noted.during(lambda one: one, x)
         return noted.noted[-1][1]
 

@@ -8,9 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.graphs import DeviceCapture
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
+from quantkit.executor.scheduler.sequence import TokenLogprob
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
@@ -35,12 +33,12 @@ MIXED = {"int8-attention": {"npu_mla_prolog_v3"}}
 
 
 @pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
+def no_gradients():
     with torch.inference_mode():
         yield
 
 
-def load(path: Path, backend: str, **options: Any) -> Engine:
+def load(path, backend, **options):
     return Engine.load(
         path,
         device="cpu",
@@ -52,14 +50,14 @@ def load(path: Path, backend: str, **options: Any) -> Engine:
     )
 
 
-def answers(engine: Engine) -> list[Completion]:
+def answers(engine):
     params = [
         SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, logprobs=2) for i in range(3)
     ]
     return sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)
 
 
-def tokens(engine: Engine) -> list[list[int]]:
+def tokens(engine):
     return [one.token_ids for one in answers(engine)]
 
 
@@ -106,7 +104,7 @@ def test_the_tokens_where_few_rows_are_split(r1_attention):
     agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
 
 
-def agree(got: list[list[TokenLogprob]], expected: list[list[TokenLogprob]]) -> None:
+def agree(got, expected):
     """The same tokens, of every sequence up to where the two best lie close."""
     compared = 0
     for one, other in zip(got, expected, strict=True):
@@ -198,11 +196,11 @@ WAYS = [
 
 
 @pytest.fixture(scope="module")
-def plain(r1_attention: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+def plain(r1_attention):
     """Tokens of plain steps on the double, computed once for a scheme."""
 
     @functools.cache
-    def computed(scheme: str) -> list[list[int]]:
+    def computed(scheme):
         with npu_double.installed():
             return tokens(load(r1_attention(scheme), "torch_npu"))
 

@@ -7,7 +7,6 @@ contiguous, `= 1 3` are values, `1 times 9` is a list.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ DTYPES = {
 }
 
 
-def read(value: Any, device: str = "meta") -> Any:
+def read(value, device="meta"):
     """What a value of the table means; floats on a CPU are random, whole numbers zero."""
     if isinstance(value, list):
         return [read(one, device) for one in value]
@@ -45,12 +44,12 @@ def read(value: Any, device: str = "meta") -> Any:
     return made[..., ::2] if strided else made
 
 
-def good_call(name: str) -> dict[str, Any]:
+def good_call(name):
     """Arguments by name that keep every rule of operator `name`."""
     return {key: read(value, "cpu") for key, value in BOUNDS[name]["call"].items()}
 
 
-def broken(name: str, change: dict[str, Any]) -> str | None:
+def broken(name, change):
     merged = BOUNDS[name]["call"] | change
     return rules.violated(
         name, calls.bind(name, (), {key: read(value) for key, value in merged.items()})

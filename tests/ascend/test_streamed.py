@@ -1,14 +1,11 @@
 """Experts by the Ascend C kernels: their layouts are the twins', and backend ascend takes them
 where they were built and fit."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from ascend import ascendc, ascendc_double, triton_double
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import Fp4, Int4
 from quantkit_kernels.ascend import extension, streamed
 from quantkit_kernels.samples import distance, random_weight
 from quantkit_kernels.weights import stack
@@ -21,7 +18,7 @@ LARGE = 2.0**20
 
 
 @pytest.fixture
-def launched() -> Iterator[list[str]]:
+def launched():
     with ascendc_double.installed() as names:
         yield names
 
@@ -32,7 +29,6 @@ def test_int4_is_packed_as_its_twin_does_it(grid):
         ascendc.twin("int4_grouped"),
         random_weight(grid, 512, 384, torch.Generator().manual_seed(1)),
     )
-    assert isinstance(weight, Int4)
     codes, parameters = streamed.packed(weight)
     zero = (
         torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
@@ -49,7 +45,6 @@ def test_fp4_is_packed_as_its_twin_does_it():
         ascendc.twin("fp4_gemv"),
         random_weight("fp4", 1024, 192, torch.Generator().manual_seed(1)),
     )
-    assert isinstance(weight, Fp4)
     for one in (weight, weight._replace(global_scale=torch.rand(1024))):
         words, scale, global_scale = streamed.packed(one)
         assert np.array_equal(words.view(torch.uint16).numpy(), twin.pack(one.codes.numpy()))
@@ -119,7 +114,7 @@ def test_what_does_not_fit_goes_by_triton(grid, hidden, inner, dtype, launched):
 
 
 def test_sizes_at_their_bounds(launched):
-    def fits(grid: str, n: int, k: int) -> bool:
+    def fits(grid, n, k):
         weight = random_weight(grid, n, k, torch.Generator().manual_seed(1))
         return streamed.fits(weight, torch.bfloat16, CPU)
 

@@ -5,9 +5,6 @@ Scales are stretched past what fp16 holds, where the compute dtype is bf16. And 
 holds is everything that it computes with.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from ascend import exact, npu_double
@@ -16,8 +13,6 @@ from ascend.test_torch_npu import random
 from kernel_weights import random_experts
 from quantkit_kernels import (
     Fp4,
-    Int4,
-    Int8,
     PagedLatents,
     Rotation,
     Routing,
@@ -33,7 +28,7 @@ from quantkit_kernels.paged import split_latents
 from quantkit_kernels.samples import latent_attention, random_weight
 from quantkit_kernels.torch_npu import experts_layout
 from quantkit_kernels.torch_npu.calls import prefetch
-from quantkit_kernels.weights import Dense, Weight
+from quantkit_kernels.weights import Dense
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
@@ -47,14 +42,13 @@ LINEARS = {
 LARGE = 2.0**40
 
 
-def stretched(weight: Weight, factor: float) -> Weight:
+def stretched(weight, factor):
     """Its scales times a power of two; fp16's largest is 2^16, its smallest 2^-24. Scales keep
     their float32 digits."""
     if isinstance(weight, Fp4):
         return weight._replace(global_scale=weight.global_scale * factor)
     if isinstance(weight, Dense):
         return Dense(weight.weight * factor)
-    assert isinstance(weight, Int4 | Int8)
     return weight._replace(scale=weight.scale * factor)
 
 
@@ -161,12 +155,12 @@ def test_prolog(grid, nope):
     ):
         cache = split_latents(pages.cache.clone().nan_to_num(7.0), 512, True)
         here = PagedLatents(cache, pages.block_table, pages.seq_lens, lengths)
-        found.append((prolog(x, doubled, slots, here, scale=case.scale), *cache))  # type: ignore[operator]
+        found.append((prolog(x, doubled, slots, here, scale=case.scale), *cache))
     for ours, twin in zip(*found):
         assert torch.equal(ours, twin)
 
 
-def tensors_of(thing: Any, depth: int = 4) -> Iterator[Tensor]:
+def tensors_of(thing, depth=4):
     """What can be reached from an operator by attributes, tuples and lists."""
     if isinstance(thing, Tensor):
         yield thing
@@ -178,7 +172,7 @@ def tensors_of(thing: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from tensors_of(one, depth - 1)
 
 
-def bytes_of(tensors: Any) -> set[tuple[int, int]]:
+def bytes_of(tensors):
     return {(one.data_ptr(), one.nbytes) for one in tensors}
 
 
@@ -197,7 +191,7 @@ def test_what_is_held_is_all_that_is_computed_with(grid, backend):
         )
         assert bytes_of(linear.held()) == bytes_of(tensors_of(linear))
         gate, up, down = random_experts(grid, 2, 128, 128, rng)
-        made: Any = (
+        made = (
             AscendLayout(2, torch.bfloat16, CPU)
             if backend == "ascend"
             else experts_layout(2, gate[0], down[0], torch.bfloat16, CPU)
@@ -213,11 +207,11 @@ def test_what_a_prolog_holds(grid):
     """kv_b is for prompts; two gains are 4 KB."""
     prolog = prepare_mla_prolog(layer_of(grid), 64, eps=1e-6, interleaved=True, backend="torch_npu")
     left = bytes_of(tensors_of(prolog)) - bytes_of(prolog.held())
-    assert left == bytes_of([prolog.kv_b, *prolog._gains])  # type: ignore[attr-defined]
+    assert left == bytes_of([prolog.kv_b, *prolog._gains])
 
 
 def test_every_byte_of_a_large_tensor_is_asked_for(monkeypatch):
-    asked: list[int] = []
+    asked = []
     monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", lambda a: asked.append(a.max_size))
     large = torch.empty(33 << 20, dtype=torch.int16)
     prefetch([large, large[:5]])

@@ -31,7 +31,7 @@ EPS = 0.7
 pytestmark = pytest.mark.usefixtures("called")
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+def random(*shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 

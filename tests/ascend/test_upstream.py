@@ -8,15 +8,13 @@ their description and a seed: uniform in -2..2, or whole numbers.
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
-CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("upstream.json").read_text())
+CASES = json.loads(Path(__file__).with_name("upstream.json").read_text())
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16} | {
     "i8": torch.int8,
     "i32": torch.int32,
@@ -25,7 +23,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16} | 
 ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-def operand(text: str, rng: np.random.Generator) -> Tensor:
+def operand(text, rng):
     """`bf16 4x512`; of whole numbers below 100 or `i32 4x3 below 32`; `nines`, `order`: filled."""
     name, shape, *rest = text.split()
     sizes = [int(size) for size in shape.split("x")]
@@ -39,7 +37,7 @@ def operand(text: str, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(rng.random(sizes) * 4 - 2).to(DTYPES[name])
 
 
-def operands(case: dict[str, Any]) -> dict[str, Any]:
+def operands(case):
     rng = np.random.default_rng(case["seed"])
     return {name: operand(text, rng) for name, text in case["operands"].items()}
 

@@ -7,8 +7,6 @@ tests/ascend/lowered executes the kernels' own IR.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from ascend import npu_double
@@ -22,14 +20,14 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[list[str]]:
+def installed():
     """Yields the list to which each launch adds its kernel's name."""
     library = torch.library.Library("ascend_double", "DEF")
-    called: list[str] = []
+    called = []
     plain, refused = launch.run, ascend.unusable
-    by_number: list[launch.KernelLaunch] = []
+    by_number = []
 
-    def compute(operands: list[Tensor], number: int) -> None:
+    def compute(operands, number):
         one = by_number[number]
         called.append(one.kernel)
         RESULTS[one.kernel.partition("_")[2] or one.kernel](one)
@@ -37,7 +35,7 @@ def installed() -> Iterator[list[str]]:
     library.define("launch(Tensor[] operands, int number) -> ()")
     library.impl("launch", compute, "CPU")
 
-    def run(one: launch.KernelLaunch) -> None:
+    def run(one):
         check(one)
         by_number.append(one)
         torch.ops.ascend_double.launch(
@@ -45,7 +43,7 @@ def installed() -> Iterator[list[str]]:
         )
 
     launch.run = run
-    ascend.unusable = lambda operator, device, dtype, shapes: next(  # type: ignore[assignment]
+    ascend.unusable = lambda operator, device, dtype, shapes: next(
         (
             reason
             for reason in (ascend.refused(operator, dtype, shape) for shape in shapes or (None,))
@@ -59,11 +57,11 @@ def installed() -> Iterator[list[str]]:
             yield called
     finally:
         library._destroy()
-        launch.run, ascend.unusable = plain, refused  # type: ignore[assignment]
+        launch.run, ascend.unusable = plain, refused
         backends.forget()
 
 
-def check(one: launch.KernelLaunch) -> None:
+def check(one):
     """What every launch keeps to: something to do, operands in one piece, whole numbers of 32 bits
     but for counts."""
     operands = [arg for arg in one.args if isinstance(arg, Tensor)]
@@ -72,14 +70,12 @@ def check(one: launch.KernelLaunch) -> None:
     assert sum(arg.dtype == torch.int64 for arg in operands) == (one.kernel == "assign"), one.kernel
 
 
-def _columns(tiles: Tensor, n: int) -> Tensor:
+def _columns(tiles, n):
     """[tiles, X, BN] -> [n, X]."""
     return tiles.transpose(1, 2).flatten(0, 1)[:n]
 
 
-def weight_of(
-    kind: str, tensors: tuple[Tensor, ...], expert: int, n: int, group: int, has_zero: bool
-) -> tuple[Tensor, Tensor]:
+def weight_of(kind, tensors, expert, n, group, has_zero):
     """Of one expert W[n, k], float64, and of int8 its codes beside the scale of each row; else a
     scale of ones."""
     codes, scale, *rest = (one[expert] for one in tensors)
@@ -102,7 +98,7 @@ def weight_of(
 class Packed:
     """The operands of a launch over packed tiles, by name."""
 
-    def __init__(self, one: launch.KernelLaunch, leading: int, trailing: int) -> None:
+    def __init__(self, one, leading, trailing):
         self.kind = one.kernel.partition("_")[0]
         tensors = [arg for arg in one.args if isinstance(arg, Tensor)]
         self.leading, self.tensors, self.trailing = (
@@ -116,19 +112,19 @@ class Packed:
             one.constants.get("HAS_ZERO", False),
         )
 
-    def times(self, x: Tensor, expert: int, n: int) -> Tensor:
+    def times(self, x, expert, n):
         """x [M, k], float or codes, by W[expert].T: float64 [M, n]."""
         weight, scale = weight_of(self.kind, self.tensors, expert, n, self.group, self.has_zero)
         return x.double() @ weight.T * scale
 
-    def quantized_times(self, x: Tensor, expert: int, n: int) -> Tensor:
+    def quantized_times(self, x, expert, n):
         if self.kind != "int8":
             return self.times(x, expert, n)
         codes, scale = quantize_rows(x)
         return self.times(codes, expert, n) * scale.double()
 
 
-def _rows(one: launch.KernelLaunch) -> None:
+def _rows(one):
     p = Packed(one, 1, 2)
     (x,), (experts, out) = p.leading, p.trailing
     assert p.numbers[0] == len(out) * p.tensors[0].shape[1]
@@ -136,7 +132,7 @@ def _rows(one: launch.KernelLaunch) -> None:
         out[row] = p.times(x[row : row + 1], expert, p.numbers[1])[0].to(out.dtype)
 
 
-def _gate_up(one: launch.KernelLaunch) -> None:
+def _gate_up(one):
     p = Packed(one, 1, 2)
     (x,), (experts, out), (items, n, *_, top_k) = p.leading, p.trailing, p.numbers
     assert items == len(out) * p.tensors[0].shape[1] // 2
@@ -145,7 +141,7 @@ def _gate_up(one: launch.KernelLaunch) -> None:
         out[row] = (gate / (1 + (-gate).exp()) * up).to(out.dtype)
 
 
-def _down(one: launch.KernelLaunch) -> None:
+def _down(one):
     p = Packed(one, 1, 3)
     (x,), (experts, weights, out), (items, n, *_, top_k) = p.leading, p.trailing, p.numbers
     assert items == len(out) * p.tensors[0].shape[1]
@@ -158,7 +154,7 @@ def _down(one: launch.KernelLaunch) -> None:
     out.copy_((products * weights.double().unsqueeze(1)).unflatten(0, (-1, top_k)).sum(dim=1))
 
 
-def _blocks(one: launch.KernelLaunch) -> None:
+def _blocks(one):
     p = Packed(one, 2 if one.kernel.startswith("int8") else 1, 4)
     x, (experts, first, last, out) = p.leading[0], p.trailing
     assert one.constants.get("BK", chip.SPAN) == chip.SPAN, (
@@ -175,41 +171,41 @@ def _blocks(one: launch.KernelLaunch) -> None:
             ).to(out.dtype)
 
 
-def _assign(one: launch.KernelLaunch) -> None:
+def _assign(one):
     counts, experts, first, last, *_ = one.args
-    ends = counts.cumsum(0).tolist()  # type: ignore[union-attr]
+    ends = counts.cumsum(0).tolist()
     found = [
         (expert, row, min(row + one.constants["BM"], end))
         for expert, (start, end) in enumerate(zip([0, *ends], ends))
         for row in range(start, end, one.constants["BM"])
     ]
-    experts.fill_(-1)  # type: ignore[union-attr]
+    experts.fill_(-1)
     for values, into in zip(zip(*found), (experts, first, last)):
-        into[: len(found)] = torch.tensor(values, dtype=torch.int32)  # type: ignore[index]
+        into[: len(found)] = torch.tensor(values, dtype=torch.int32)
 
 
-def _router(one: launch.KernelLaunch) -> None:
+def _router(one):
     x, weight, out, items, *sizes = one.args
-    assert items == len(x) * -(-len(weight) // one.constants["BN"])  # type: ignore[arg-type]
+    assert items == len(x) * -(-len(weight) // one.constants["BN"])
     assert sizes[1] % one.constants["BK"] == 0
-    out.copy_(x.double() @ weight.double().T)  # type: ignore[union-attr]
+    out.copy_(x.double() @ weight.double().T)
 
 
-def _join(one: launch.KernelLaunch) -> None:
+def _join(one):
     ids, weights, joined_ids, joined_weights, tokens, top_k, columns, first = one.args
-    assert joined_ids.shape == (tokens, columns)  # type: ignore[union-attr]
-    assert {ids.dtype, joined_ids.dtype} == {torch.int32}  # type: ignore[union-attr]
+    assert joined_ids.shape == (tokens, columns)
+    assert {ids.dtype, joined_ids.dtype} == {torch.int32}
     width = one.constants["BK"]
     assert columns <= width == 1 << (width - 1).bit_length(), "Triton's ranges are powers of two"
     joined_ids.copy_(
         torch.cat(
             [ids, torch.arange(first, first + columns - top_k).int().expand(len(ids), -1)], dim=1
         )
-    )  # type: ignore
-    joined_weights.copy_(torch.nn.functional.pad(weights, (0, columns - top_k), value=1.0))  # type: ignore
+    )
+    joined_weights.copy_(torch.nn.functional.pad(weights, (0, columns - top_k), value=1.0))
 
 
-RESULTS: dict[str, Any] = {
+RESULTS = {
     "rows": _rows,
     "gate_up": _gate_up,
     "down": _down,

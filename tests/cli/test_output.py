@@ -177,8 +177,6 @@ def test_tables_are_whole_where_nobody_looks(tmp_path):
     with subprocess.Popen(
         [*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
 

@@ -20,7 +20,7 @@ CONFIG = make_model.tiny_config(num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory):
     """A source, and int4 of it."""
     folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
     source = make_model.write_dense(folder / "source", CONFIG, tensors)
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
+def test_rounding_is_no_finding(models):
     source, packed = models
     found = diagnose(str(packed), source=str(source), depth="behaviour")
     assert found.findings.found == []
@@ -41,7 +41,7 @@ def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
     assert all(error.chosen is None or error.chosen > 0.95 for error in found.sublayers)
 
 
-def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
+def test_a_model_is_itself(models):
     findings = Findings()
     errors, kl = compare_behaviour(
         *(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings
@@ -50,7 +50,7 @@ def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
     assert {error.own for error in errors} | {error.accumulated for error in errors} == {0}
 
 
-def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_sublayer_and_its_linear_are_named(models, tmp_path):
     contents = faulty.Contents.of(models[1])
     contents.swap("model.layers.1.self_attn.o_proj", "model.layers.2.self_attn.o_proj")
     found = diagnose(
@@ -61,9 +61,7 @@ def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_pa
     assert "begins at model.layers.1.self_attn.o_proj" in finding.evidence
 
 
-def test_a_router_that_was_left_unscaled_is_named(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_router_that_was_left_unscaled_is_named(models, tmp_path):
     contents = faulty.Contents.of(models[0])
     faulty.FAULTS["the_router_was_not_scaled"].apply(contents)
     found = diagnose(
@@ -74,7 +72,7 @@ def test_a_router_that_was_left_unscaled_is_named(
     ]
 
 
-def test_a_source_of_other_sizes_is_not_compared(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_source_of_other_sizes_is_not_compared(models, tmp_path):
     """Linears and layers that do not go together: the check ended with an error of torch."""
     for number, changes in enumerate(
         ({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})
@@ -94,15 +92,15 @@ def test_a_source_of_other_sizes_is_not_compared(models: tuple[Path, Path], tmp_
         )
 
 
-def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
+def test_behaviour_needs_a_source(models):
     with pytest.raises(QuantkitError, match="give --source"):
         diagnose(str(models[0]), depth="behaviour")
 
 
 def test_an_unreadable_text_is_reported_first_and_is_not_a_fault_of_the_checkpoint(
-    models: tuple[Path, Path],
-) -> None:
-    told: list[str] = []
+    models,
+):
+    told = []
     with pytest.raises(QuantkitError, match=r"text nowhere\.txt cannot be read"):
         diagnose(
             str(models[1]),
@@ -114,9 +112,7 @@ def test_an_unreadable_text_is_reported_first_and_is_not_a_fault_of_the_checkpoi
     assert not told
 
 
-def test_a_repair_that_has_no_place_is_refused_first(
-    models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_repair_that_has_no_place_is_refused_first(models, tmp_path):
     answer = command("check", str(models[1]), "--repair", str(tmp_path))
     assert (answer.code, answer.out, answer.err) == (
         1,

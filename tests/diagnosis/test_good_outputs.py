@@ -3,9 +3,6 @@ every format, of models that are padded, tied, biased, with one key-value head, 
 numbers, stacked experts, towers, and resized vocabularies."""
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import good_checkpoints
 import make_model
@@ -26,10 +23,10 @@ _QWEN3 = good_checkpoints.QWEN3 | {"num_hidden_layers": 2, "hidden_size": 128}
 _QWEN2 = _QWEN3 | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 
 
-def padded(share: float) -> Callable[[Tensors], None]:
+def padded(share):
     """The last units of every feed-forward are zeros."""
 
-    def pad(tensors: Tensors) -> None:
+    def pad(tensors):
         for name, value in tensors.items():
             if name.endswith(("gate_proj.weight", "up_proj.weight")):
                 value[int(len(value) * (1 - share)) :] = 0
@@ -39,17 +36,17 @@ def padded(share: float) -> Callable[[Tensors], None]:
     return pad
 
 
-def resized(tensors: Tensors) -> None:
+def resized(tensors):
     """Rows after the tokenizer's, all zeros or all their mean, as resize_token_embeddings writes."""
     tensors["model.embed_tokens.weight"][320:] = tensors["model.embed_tokens.weight"][:320].mean(0)
     tensors["lm_head.weight"][320:] = 0
 
 
-def same(tensors: Tensors) -> None:
+def same(tensors):
     pass
 
 
-MODELS: dict[str, tuple[dict[str, Any], Callable[[Tensors], None]]] = {
+MODELS = {
     "padded by 0.4 %": (_QWEN3 | {"intermediate_size": 512}, padded(0.004)),
     "padded by 8 %": (_QWEN2 | {"intermediate_size": 768}, padded(1 / 12)),
     "padded by 33 %": (_QWEN3 | {"intermediate_size": 384}, padded(1 / 3)),
@@ -77,7 +74,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("model", "written"), CELLS[:: sized(37, 1)], ids=str)
-def test_an_output_is_good(model: str, written: tuple[str, str], tmp_path: Path) -> None:
+def test_an_output_is_good(model, written, tmp_path):
     config, change = MODELS[model]
     scheme, format = written
     tensors = good_checkpoints.random_weights(config)
@@ -98,7 +95,7 @@ def test_an_output_is_good(model: str, written: tuple[str, str], tmp_path: Path)
 
 
 @pytest.mark.parametrize("gain", [1e-3, 1.0])
-def test_columns_count_by_what_they_read(gain: float, tmp_path: Path) -> None:
+def test_columns_count_by_what_they_read(gain, tmp_path):
     """Of a column whose input is next to nothing calibrated rounding may leave anything."""
     tensors = good_checkpoints.random_weights(_QWEN3)
     tensors["model.layers.0.input_layernorm.weight"][:8] = gain

@@ -23,7 +23,7 @@ SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts":
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+def good(tmp_path_factory):
     """Checkpoints and their sources."""
     folder, made = tmp_path_factory.mktemp("good"), []
     for name, config, formats in (
@@ -47,7 +47,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
     return [*made, (builtin_model("tiny-r1"), builtin_model("tiny-r1"))]
 
 
-def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
+def test_good_checkpoints_have_no_finding(good):
     for path, source in good:
         for given in (None, str(source)):
             assert diagnose(str(path), source=given).to_json() == {
@@ -57,15 +57,13 @@ def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None
 
 
 @pytest.fixture(scope="module")
-def opened(good: list[tuple[Path, Path]]) -> list[tuple[faulty.Contents, Path]]:
+def opened(good):
     """The same in memory, to be copied and changed."""
     return [(faulty.Contents.of(path), source) for path, source in good]
 
 
 @pytest.mark.parametrize("fault", HEADERS, ids=lambda fault: fault.name)
-def test_a_fault_is_found(
-    fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
-) -> None:
+def test_a_fault_is_found(fault, opened, tmp_path):
     contents, source = next(
         (contents.copy(), source) for contents, source in opened if fault.suits(contents)
     )
@@ -88,18 +86,14 @@ def test_a_fault_is_found(
         *("codes_are_in_another_dtype", "token_of_a_role_is_not_there", "eight_bits_are_said"),
     ],
 )
-def test_no_other_cause_is_named(
-    name: str, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
-) -> None:
+def test_no_other_cause_is_named(name, opened, tmp_path):
     contents = opened[0][0].copy()
     faulty.FAULTS[name].apply(contents)
     found = diagnose(str(contents.write(tmp_path / "bad"))).findings.found
     assert [one.name for one in found] == list(faulty.FAULTS[name].finds)
 
 
-def test_the_command_says_the_verdict_with_its_exit_code(
-    good: list[tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_the_command_says_the_verdict_with_its_exit_code(good, tmp_path):
     contents = faulty.Contents.of(good[0][0])
     faulty.FAULTS["mtp_was_dropped"].apply(contents)
     doubtful = contents.write(tmp_path / "doubtful")
@@ -116,7 +110,7 @@ def test_the_command_says_the_verdict_with_its_exit_code(
         assert verdict in (tmp_path / "report.html").read_text()
 
 
-def test_findings_are_in_the_order_of_harm() -> None:
+def test_findings_are_in_the_order_of_harm():
     findings = Findings()
     for name in ("not-read", "mtp-missing", "head-missing", "config-unreadable"):
         findings.add(name, "here", "seen")
@@ -128,13 +122,13 @@ def test_findings_are_in_the_order_of_harm() -> None:
     ]
 
 
-def test_the_page_explains_each_finding() -> None:
+def test_the_page_explains_each_finding():
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     told = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     assert told == set(CATALOGUE)
 
 
-def test_deepseek_r1s_headers_are_good(tmp_path: Path) -> None:
+def test_deepseek_r1s_headers_are_good(tmp_path):
     config = r1_headers.r1_config(num_hidden_layers=5)
     path = r1_headers.write_headers(tmp_path / "r1", config, shards=3)
     assert diagnose(str(path)).findings.found == []

@@ -1,9 +1,7 @@
 """`check` of a model that is only on the Hub: headers give the same findings as a folder, and no
 weight is downloaded."""
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import faulty
 import hub_server
@@ -17,23 +15,21 @@ NAME = "org/model"
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
-def findings(model: str) -> set[tuple[str, str]]:
+def findings(model):
     return {(one.name, one.severity) for one in diagnose(model, depth="headers").findings.found}
 
 
 @pytest.fixture
-def served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Path], hub_server.Hub]]:
+def served(tmp_path, monkeypatch):
     """Serves a folder as NAME."""
     with ExitStack() as servers:
 
-        def serve(folder: Path) -> hub_server.Hub:
+        def serve(folder):
             server = servers.enter_context(hub_server.serve(folder, NAME))
             monkeypatch.setattr(constants, "ENDPOINT", server.address)
             template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -43,9 +39,7 @@ def served(
         yield serve
 
 
-def test_a_good_model_is_good_and_no_weight_is_read(
-    tiny_checkpoint: Path, served: Callable[[Path], hub_server.Hub]
-) -> None:
+def test_a_good_model_is_good_and_no_weight_is_read(tiny_checkpoint, served):
     hub = served(tiny_checkpoint)
     answer = command("check", NAME, "--json")
     assert (answer.code, answer.json["verdict"]) == (0, "good"), answer.json
@@ -62,11 +56,11 @@ def test_a_good_model_is_good_and_no_weight_is_read(
     ],
 )
 def test_a_fault_is_found_as_in_a_folder(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    served: Callable[[Path], hub_server.Hub],
-    fault: str,
-) -> None:
+    tiny_checkpoint,
+    tmp_path,
+    served,
+    fault,
+):
     contents = faulty.Contents.of(tiny_checkpoint)
     faulty.FAULTS[fault].apply(contents)
     folder = contents.write(tmp_path / "bad")

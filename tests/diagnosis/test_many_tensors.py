@@ -3,8 +3,6 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from sample_sizes import sized
@@ -14,7 +12,7 @@ from quantkit.diagnosis.diagnose import diagnose
 
 CPU_S = 30.0
 """Of a processor that others use too; 300,000 take 8 to 13."""
-NAMES: dict[str, tuple[str, Callable[[int], str]]] = {
+NAMES = {
     "experts of every layer": (
         "BF16",
         lambda n: f"model.layers.{n % 50}.mlp.experts.{n}.x.weight_scale",
@@ -31,7 +29,7 @@ NAMES: dict[str, tuple[str, Callable[[int], str]]] = {
 }
 
 
-def write(folder: Path, kind: str, count: int) -> Path:
+def write(folder, kind, count):
     """tiny-r1 with one more shard of `count` tensors of one value."""
     shutil.copytree(builtin_model("tiny-r1"), folder)
     dtype, name = NAMES[kind]
@@ -51,7 +49,7 @@ def write(folder: Path, kind: str, count: int) -> Path:
 
 
 @pytest.mark.parametrize("kind", list(NAMES)[: sized(2, len(NAMES))])
-def test_check_is_linear_in_tensors(tmp_path: Path, kind: str) -> None:
+def test_check_is_linear_in_tensors(tmp_path, kind):
     """With work that grows with the square, the smaller number takes a minute."""
     folder, started = write(tmp_path / "m", kind, sized(60_000, 300_000)), time.process_time()
     assert diagnose(str(folder), depth="headers").to_json()["verdict"] != "good"

@@ -3,9 +3,6 @@ fewer files, experts without tokens, equal experts."""
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import faulty
 import good_checkpoints
@@ -26,11 +23,11 @@ CONFIG = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
 
 
 @pytest.fixture(scope="module")
-def tensors() -> dict[str, Tensor]:
+def tensors():
     return good_checkpoints.random_weights(CONFIG)
 
 
-def told(path: Path, source: Path | None = None) -> dict[str, str]:
+def told(path, source=None):
     """Findings and their severities."""
     found = diagnose(
         str(path), source=None if source is None else str(source), depth="tensors"
@@ -38,18 +35,18 @@ def told(path: Path, source: Path | None = None) -> dict[str, str]:
     return {finding.name: finding.severity for finding in found.found}
 
 
-def written(folder: Path, tensors: dict[str, Tensor], format: str) -> tuple[Path, Path]:
+def written(folder, tensors, format):
     source = make_model.write_dense(folder / "source", CONFIG, tensors)
     return write_packed(folder / format, CONFIG, tensors, *good_checkpoints.FORMATS[format]), source
 
 
-def _pad(c: faulty.Contents) -> None:
+def _pad(c):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         c.tensors[name] = torch.cat([c.tensors[name], torch.zeros_like(c.tensors[name])])
     c.config["vocab_size"] *= 2
 
 
-def _leave_out(c: faulty.Contents) -> None:
+def _leave_out(c):
     del c.files["generation_config.json"]
     c.config["dtype"] = c.config.pop("torch_dtype")
     described = c.json("tokenizer_config.json")
@@ -59,8 +56,8 @@ def _leave_out(c: faulty.Contents) -> None:
     )
 
 
-def _add(c: faulty.Contents) -> None:
-    def more(folder: Path) -> None:
+def _add(c):
+    def more(folder):
         (folder / "training_args.bin").write_bytes(b"0")
         (folder / "special_tokens_map.json").write_text("{}")
 
@@ -73,9 +70,7 @@ def _add(c: faulty.Contents) -> None:
 
 
 @pytest.mark.parametrize("change", [_pad, _leave_out, _add], ids=lambda change: change.__name__)
-def test_files_and_fields_may_differ(
-    change: Callable[[faulty.Contents], None], tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_files_and_fields_may_differ(change, tensors, tmp_path):
     contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
     change(contents)
     assert told(contents.write(tmp_path / "odd")) == {}
@@ -83,9 +78,7 @@ def test_files_and_fields_may_differ(
 
 @pytest.mark.parametrize("format", ["ct-int4", "awq", "modelopt"])
 @pytest.mark.parametrize("size", [0.0, 1e-5])
-def test_an_expert_without_tokens_is_a_note(
-    size: float, format: str, tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_an_expert_without_tokens_is_a_note(size, format, tensors, tmp_path):
     small = {
         name: value * size if "layers.1.mlp.experts.2." in name else value
         for name, value in tensors.items()
@@ -95,9 +88,7 @@ def test_an_expert_without_tokens_is_a_note(
     assert set(told(path, source).values()) <= {"note"}
 
 
-def test_experts_that_the_source_has_equal_are_no_fault(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_experts_that_the_source_has_equal_are_no_fault(tensors, tmp_path):
     """A dense model's layer, taken for every expert, is how mixtures of experts may begin."""
     equal = {
         name: tensors[re.sub(r"experts\.\d+\.", "experts.0.", name)].clone() for name in tensors
@@ -107,9 +98,7 @@ def test_experts_that_the_source_has_equal_are_no_fault(
     assert told(path, source) == {}
 
 
-def test_a_format_that_an_engines_profile_does_not_know_is_a_note(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_format_that_an_engines_profile_does_not_know_is_a_note(tensors, tmp_path):
     path, _ = written(tmp_path, tensors, "gptq")
     found = diagnose(str(path), engine="vllm").findings
     assert [(finding.name, finding.severity) for finding in found.found] == [
@@ -118,9 +107,7 @@ def test_a_format_that_an_engines_profile_does_not_know_is_a_note(
     assert found.exit_code == 0
 
 
-def test_a_linear_that_was_folded_on_both_sides_has_any_size(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors, tmp_path):
     """AWQ divides up's rows and multiplies down's columns: only together are they the source's."""
     scale = torch.exp(
         1 + torch.randn(CONFIG["moe_intermediate_size"], generator=torch.Generator().manual_seed(0))
@@ -137,7 +124,7 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
-def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Path) -> None:
+def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path):
     """Such a norm stores its gain minus 1, and a folded one has no fixed ratio to its source's."""
     from tiny_models import CONFIGS, random_tensors
 
@@ -154,7 +141,7 @@ def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Pa
     assert told(tmp_path / "out", source) == {}
 
 
-def test_scales_that_were_folded_into_a_bias_too_are_no_fault(tmp_path: Path) -> None:
+def test_scales_that_were_folded_into_a_bias_too_are_no_fault(tmp_path):
     """AutoAWQ moves them from an up projection with a bias, quantkit does not."""
     config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2, "mlp_bias": True}
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -170,9 +157,7 @@ def test_scales_that_were_folded_into_a_bias_too_are_no_fault(tmp_path: Path) ->
     assert told(path, source) == {}
 
 
-def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(tensors, tmp_path):
     """AutoRound saves it so, with the length of its calibration."""
     path, source = written(tmp_path, tensors, "awq")
     contents = faulty.Contents.of(path)
@@ -196,9 +181,7 @@ OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 3
     ],
     ids=["inputs first", "dead inputs"],
 )
-def test_what_other_classes_compute_is_no_fault(
-    config: dict[str, Any], shapes: dict[str, tuple[int, int]], tmp_path: Path
-) -> None:
+def test_what_other_classes_compute_is_no_fault(config, shapes, tmp_path):
     """GPT-2's matrices are stored inputs by outputs, and quantized the other way round. After a
     ReLU some inputs are 0 for all calibration tokens, and GPTQ zeroes their columns."""
     rng = torch.Generator().manual_seed(0)
@@ -216,9 +199,7 @@ def test_what_other_classes_compute_is_no_fault(
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelslim-int4"])
-def test_weights_of_three_values_are_not_saturated(
-    format: str, tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_weights_of_three_values_are_not_saturated(format, tensors, tmp_path):
     """Trained so, a row's codes are the zero point and the ends of the range."""
     three = dict(tensors)
     for name, value in tensors.items():
@@ -241,7 +222,7 @@ PADDING = {
 
 @pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelopt", "modelslim-int4"])
 @pytest.mark.parametrize("padding", PADDING)
-def test_what_is_zero_by_design_is_no_fault(padding: str, format: str, tmp_path: Path) -> None:
+def test_what_is_zero_by_design_is_no_fault(padding, format, tmp_path):
     """AutoAWQ 522: feed-forward units and heads are padded, as for groups or for ranks."""
     config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2}
     padded = good_checkpoints.random_weights(config)
@@ -255,16 +236,14 @@ def test_what_is_zero_by_design_is_no_fault(padding: str, format: str, tmp_path:
     assert told(source) == told(path) == told(path, source) == {}
 
 
-def test_two_shards_may_hold_one_tensor_with_the_same_bytes(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_two_shards_may_hold_one_tensor_with_the_same_bytes(tensors, tmp_path):
     contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
     contents.broken["shard"] = faulty.headers.copied(torch.clone)
     assert told(contents.write(tmp_path / "odd")) == {}
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma(tmp_path_factory):
     """Random, with norms as transformers begins them: stored less one, all zeros. quantkit has no
     file of it."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -286,9 +265,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(
-    gemma: Path, tmp_path: Path
-) -> None:
+def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(gemma, tmp_path):
     """GPTQ leaves half of its error in few directions where there are few; a norm may be moved
     while others stay zeros."""
     recipe = Recipe(scheme="int4-w4a8-groups", samples=8, seq_len=64)
@@ -297,8 +274,8 @@ def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(
 
 
 def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_are_read(
-    gemma: Path,
-) -> None:
+    gemma,
+):
     answer = command("check", str(gemma), "--source", str(gemma), "--depth", "behaviour")
     assert (answer.code, answer.out) == (1, "")
     assert "no implementation of the architecture 'gemma2'" in answer.error
@@ -309,9 +286,7 @@ def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_a
     "arguments",
     [("deploy", "MODEL", "--engine", "vllm"), ("go", "MODEL", "--devices", "cpu", "--yes")],
 )
-def test_a_command_that_needs_a_file_says_so(
-    arguments: tuple[str, ...], gemma: Path, tmp_path: Path
-) -> None:
+def test_a_command_that_needs_a_file_says_so(arguments, gemma, tmp_path):
     out = ("--out", str(tmp_path / "out")) if arguments[0] == "go" else ()
     answer = command(*(str(gemma) if one == "MODEL" else one for one in arguments), *out)
     assert answer.code == 1

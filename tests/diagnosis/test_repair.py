@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import faulty
 import good_checkpoints
@@ -75,7 +74,7 @@ FROM_SOURCE = (
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
     made = {"source": make_model.write_dense(folder / "source", CONFIG, tensors)}
     for name in sorted({name for _, name in (*CURED, *FROM_SOURCE)}):
@@ -84,7 +83,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE])
-def test_a_fault_is_cured(fault: str, format: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fault_is_cured(fault, format, models, tmp_path):
     contents = faulty.Contents.of(models[format])
     faulty.FAULTS[fault].apply(contents)
     source = str(models["source"]) if (fault, format) in FROM_SOURCE else None
@@ -103,7 +102,7 @@ def test_a_fault_is_cured(fault: str, format: str, models: dict[str, Path], tmp_
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_a_config_within_a_config_is_cured(name: str, tmp_path: Path) -> None:
+def test_a_config_within_a_config_is_cured(name, tmp_path):
     """Fields of text_config that are not the source's, which the behaviour shows."""
     path = write(tmp_path / "model", name)
     quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
@@ -118,7 +117,7 @@ def test_a_config_within_a_config_is_cured(name: str, tmp_path: Path) -> None:
     assert not again.findings.has("config-differs")
 
 
-def test_a_copy_that_predicts_worse_is_taken_back(tmp_path: Path) -> None:
+def test_a_copy_that_predicts_worse_is_taken_back(tmp_path):
     """What was mistaken for a fault is not repaired: tiny-r1's zero points are right."""
     config, tensors = good_checkpoints.tiny_r1()
     path = write_packed(tmp_path / "good", config, tensors, *good_checkpoints.FORMATS["awq"])
@@ -132,7 +131,7 @@ def test_a_copy_that_predicts_worse_is_taken_back(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["good"]
 
 
-def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) -> None:
+def test_shards_stay_in_their_folder(models, tmp_path):
     contents = faulty.Contents.of(models["ct-int4"])
     faulty.FAULTS["experts_are_listed_as_plain"].apply(contents)
     bad = shards_below(contents.write(tmp_path / "bad"))
@@ -143,7 +142,7 @@ def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) ->
     } == {"weights"}
 
 
-def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_command_says_what_it_changed(models, tmp_path):
     contents = faulty.Contents.of(models["awq"])
     faulty.FAULTS["names_lack_their_prefix"].apply(contents)
     answer = command(
@@ -157,9 +156,7 @@ def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("engine", "format"), [("vllm-ascend", "ct-int4"), ("sglang", "modelopt")])
-def test_what_an_engine_reads_is_set(
-    engine: str, format: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_an_engine_reads_is_set(engine, format, models, tmp_path):
     contents = faulty.Contents.of(models[format])
     del contents.config["topk_method"]
     answer = command(
@@ -185,7 +182,7 @@ def test_what_an_engine_reads_is_set(
         ), name
 
 
-def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_has_no_cure_is_refused(models, tmp_path):
     contents = faulty.Contents.of(models["awq"])
     faulty.FAULTS["codes_are_constant"].apply(contents)
     with pytest.raises(QuantkitError, match="can be repaired"):
@@ -193,9 +190,7 @@ def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_no_copy_is_chosen_where_no_index_names_one(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_no_copy_is_chosen_where_no_index_names_one(models, tmp_path):
     contents = faulty.Contents.of(models["awq"])
     faulty.FAULTS["two_shards_hold_a_tensor_and_no_index_says_which"].apply(contents)
     with pytest.raises(QuantkitError, match="there is no index to choose by"):

@@ -1,9 +1,6 @@
 """Faults in codes and scales: each is found by the bytes, or by the source. Good checkpoints,
 folded and act-order ones too, have none."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import faulty
 import good_checkpoints
 import make_model
@@ -25,7 +22,7 @@ FORMATS = ("awq", "ct-int4", "modelopt", "gptq", "ct-int8")
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+def good(tmp_path_factory):
     """Checkpoints and their source; the last is plain."""
     folder, tensors = tmp_path_factory.mktemp("good"), good_checkpoints.random_weights(SMALL_MOE)
     source = make_model.write_dense(folder / "source", SMALL_MOE, tensors)
@@ -37,15 +34,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
 
 
 @pytest.fixture(scope="module")
-def opened(good: list[tuple[Path, Path]]) -> list[tuple[faulty.Contents, Path]]:
+def opened(good):
     """The same in memory, to be copied and changed."""
     return [(faulty.Contents.of(path), source) for path, source in good]
 
 
 @pytest.mark.parametrize("fault", TENSORS, ids=lambda fault: fault.name)
-def test_a_fault_is_found(
-    fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
-) -> None:
+def test_a_fault_is_found(fault, opened, tmp_path):
     contents, source = next(
         (contents.copy(), source) for contents, source in opened if fault.suits(contents)
     )
@@ -61,7 +56,7 @@ def test_a_fault_is_found(
     )
 
 
-def _half(tensor: torch.Tensor) -> torch.Tensor:
+def _half(tensor):
     return torch.cat([tensor[: len(tensor) // 2], torch.zeros_like(tensor[len(tensor) // 2 :])])
 
 
@@ -75,14 +70,14 @@ def _half(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_no_other_cause_is_named(
-    format: str,
-    part: str,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    cause: str,
-    opened: list[tuple[faulty.Contents, Path]],
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-) -> None:
+    format,
+    part,
+    change,
+    cause,
+    opened,
+    tiny_checkpoint,
+    tmp_path,
+):
     """Of what was not written, or in another dtype."""
     good = faulty.Contents.of(tiny_checkpoint) if format == "fp8" else None
     contents = (good or opened[FORMATS.index(format)][0]).copy()
@@ -100,7 +95,7 @@ def test_no_other_cause_is_named(
         ("modelopts_two_files_disagree", "modelopt"),
     ],
 )
-def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Path) -> None:
+def test_a_fault_is_found_in_a_dense_model(name, format, tmp_path):
     """Of these `make test` tries another format, and `make test-faults` missed them here."""
     config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2}
     path = write_packed(
@@ -117,7 +112,7 @@ def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Pat
     assert fault.finds[0] in {finding.name for finding in found.found}, found.to_json()
 
 
-def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
+def test_good_checkpoints_have_no_finding(good):
     for path, source in good:
         assert diagnose(str(path), source=str(source), depth="tensors").to_json() == {
             "verdict": "good",
@@ -126,9 +121,7 @@ def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None
     assert diagnose("tiny-r1", depth="tensors").to_json() == {"verdict": "good", "findings": []}
 
 
-def test_scales_that_were_folded_into_all_readers_are_no_fault(
-    good: list[tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_scales_that_were_folded_into_all_readers_are_no_fault(good, tmp_path):
     contents = faulty.Contents.of(good[-1][0])
     faulty.tensors.divide_norm(contents, 1, router=True, experts=True)
     assert (
@@ -139,7 +132,7 @@ def test_scales_that_were_folded_into_all_readers_are_no_fault(
     )
 
 
-def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+def test_act_order_is_read_as_it_was_meant(good, tmp_path):
     """Groups of scattered inputs: the codes of a permuted weight, with an index that says so."""
     contents = faulty.Contents.of(next(path for path, _ in good if path.name == "gptq"))
     contents.block["desc_act"] = True

@@ -26,7 +26,7 @@ class Rule:
 
 
 @pytest.fixture
-def int8() -> Rule:
+def int8():
     profile = find_engine("vllm-ascend")
     return Rule(
         profile,
@@ -51,7 +51,7 @@ def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(int8
         if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8")
     )
 
-    def said(**changes: int) -> str:
+    def said(**changes):
         monkeypatch.setattr(
             module,
             "loader_results",

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ from quantkit.deploy.launch import deploy
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.models import find_architecture
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": 512,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -40,13 +39,13 @@ LATENT = SMALL | {"intermediate_size": 128, "q_lora_rank": 64, "num_nextn_predic
 MODELS = {"deepseek_v3-middle": LATENT, "qwen3_moe-middle": SMALL | {"head_dim": 64}}
 
 
-def written(path: Path, name: str, **changes: Any) -> Path:
+def written(path, name, **changes):
     config = middle_models.MIDDLE[name] | MODELS[name] | changes
     return write_dense(path, config, middle_models.weights(config))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     return written(folder / "m", "deepseek_v3-middle", num_nextn_predict_layers=1)
 
@@ -57,7 +56,7 @@ def test_routers_of_middle_models_are_decided(name, tmp_path, monkeypatch):
     draw = torch.Generator().manual_seed(1)
     sequences = torch.randint(8, 320, (3, 40), generator=draw).tolist()
 
-    def ties(path: Path) -> int:
+    def ties(path):
         return sum(int(one.sum()) for one in judged.routing_ties(written(path, name), sequences))
 
     assert ties(tmp_path / "decided") == 0

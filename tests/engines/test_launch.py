@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -53,17 +51,17 @@ OPTIONS = {
 INT8 = IntGrid(8, None, symmetric=True)
 
 
-def packed(path: Path, config: dict[str, Any], tensors: Any = None) -> Path:
+def packed(path, config, tensors=None):
     tensors = tensors or random_tensors(config)
     return write_packed(path, config, tensors, compressed_int8.FORMAT, INT8)
 
 
-def awq_of(path: Path) -> Path:
+def awq_of(path):
     config, grid = tiny_config(), IntGrid(4, 128, symmetric=False)
     return write_packed(path / "awq", config, random_tensors(config), awq.FORMAT, grid)
 
 
-def after(words: Sequence[str], *options: str) -> list[str]:
+def after(words, *options):
     """What a command says after each of these options."""
     return [words[words.index(option) + 1] for option in options]
 
@@ -87,18 +85,18 @@ def test_awq_that_marlin_does_not_take_is_started_in_float16(tmp_path, inputs, d
 
 
 @pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int8(tmp_path_factory):
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
     return packed(tmp_path_factory.mktemp("int8"), config)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory):
     config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
     return packed(tmp_path_factory.mktemp("dense"), config)
 
 
-def program(command: tuple[str, ...]) -> str:
+def program(command):
     return (
         "sglang"
         if "sglang.launch_server" in command
@@ -110,13 +108,13 @@ def program(command: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 def test_commands_use_options_the_engine_defines(int8, engine, device, layout):
-    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    made = deploy(int8, engine, layout=layout, device=device)
     assert not [
         problem
         for problem in made.problems
         if problem.severity == "error" and "share" not in problem.problem
     ]
-    ranks: dict[str, list[str]] = {}
+    ranks = {}
     for launch in made.launches:
         for environment, command in launch.commands:
             if launch.role != "router" and program(command) != "ray":
@@ -150,7 +148,7 @@ def test_box_layouts_and_quantization_options(int8):
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 def test_servers_listen_where_they_must_and_ask_for_a_key(int8, engine, device, layout):
-    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    made = deploy(int8, engine, layout=layout, device=device)
     for launch in made.launches:
         script = launch.script()
         serves = [line for line in script.splitlines() if re.search("--host |Router", line)]
@@ -217,7 +215,7 @@ def test_a_longer_request_than_the_model_accepts_is_reported(tmp_path):
     plain = packed(tmp_path / "plain", tiny_config(num_nextn_predict_layers=0, rope_scaling=None))
     yarn = packed(tmp_path / "yarn", tiny_config(num_nextn_predict_layers=0))
 
-    def made(path: Path, context: int | None) -> tuple[list[str], str]:
+    def made(path, context):
         found = deploy(path, "vllm", devices=1, context=context)
         (length,) = after(found.launches[0].commands[0][1], "--max-model-len")
         return [one.problem for one in found.problems if one.severity == "error"], length
@@ -272,7 +270,7 @@ def test_memory_is_counted_from_headers(int8):
 def test_heads_and_layers_come_out_even(int8, tmp_path):
     """Their rows may divide where heads do not: vLLM refuses such ranks."""
 
-    def told(path: Path, devices: int, boxes: int = 1) -> str:
+    def told(path, devices, boxes=1):
         return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
 
     uneven = "32 attention heads, which 64 ranks cannot share evenly; give --devices 1"
@@ -307,7 +305,6 @@ def test_a_split_that_does_not_divide_is_named(tmp_path):
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
     whole = [row for row in read_model(checkpoint).rows if row.expert is not None]
     found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
-    assert found is not None
     assert found.remedy == "use fewer tensor-parallel ranks, or a layout with expert parallelism"
 
 
@@ -347,7 +344,7 @@ def test_a_remedy_works_as_it_is_printed(int8, options, problem):
     assert (served.code, "vllm serve" in served.out) == (0, True), served.err
 
 
-def _options(line: str) -> dict[str, str]:
+def _options(line):
     words = line.split()
     return dict(zip(words[::2], words[1::2]))
 
@@ -464,12 +461,12 @@ def test_a_layout_on_another_number_of_boxes(int8):
 def test_commands_are_for_the_given_machines(int8, engine, device, layout, devices):
     """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the
     recipe whatever was asked for."""
-    chosen = find_topology(engine, None, layout, device, devices)  # type: ignore[arg-type]
-    made = deploy(int8, engine, layout=layout, device=device, devices=devices)  # type: ignore[arg-type]
+    chosen = find_topology(engine, None, layout, device, devices)
+    made = deploy(int8, engine, layout=layout, device=device, devices=devices)
     assert (
         devices == find_topology(engine, None, layout, device).devices_per_box
         or f" {devices}" in made.summary
-    )  # type: ignore[arg-type]
+    )
     sizes = {
         role.name: {"dp_size": role.data_parallel, "tp_size": role.tensor_parallel}
         for role in chosen.roles
@@ -518,7 +515,7 @@ def test_commands_of_a_box_end_together(int8, tmp_path, ends):
     assert not left
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -530,7 +527,7 @@ def _runs(pid: int) -> bool:
 def test_a_model_without_experts_gets_no_expert_options(dense, engine, device, layout):
     """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism
     is enabled"."""
-    for launch in deploy(dense, engine, layout=layout, device=device).launches:  # type: ignore[arg-type]
+    for launch in deploy(dense, engine, layout=layout, device=device).launches:
         for _, command in launch.commands:
             said = " ".join(command)
             assert not re.search(r"--(enable-expert|ep-|moe|deepep)", said)
@@ -547,7 +544,7 @@ def test_speculation_with_the_mtp_layer(int8, tmp_path):
     options = ("algorithm", "num-steps", "eagle-topk", "num-draft-tokens")
     named = [f"--speculative-{option}" for option in options]
     for device in ("cuda", "npu"):
-        ((_, command),) = deploy(int8, "sglang", device=device, draft_length=2).launches[0].commands  # type: ignore[arg-type]
+        ((_, command),) = deploy(int8, "sglang", device=device, draft_length=2).launches[0].commands
         assert {word for word in command if word.startswith("--speculative-")} == set(named)
         assert after(command, *named) == ["NEXTN", "2", "1", "3"]
         assert set(named) <= OPTIONS["sglang"]

@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,10 @@ from quantkit.checkpoint.formats import compressed_int8
 from quantkit.common.errors import QuantkitError
 from quantkit.deploy.formats import find_format
 from quantkit.deploy.launch import Network, deploy
-from quantkit.deploy.script import Launch
 from quantkit.engines.layouts import find_recipe, find_topology
-from quantkit.engines.profiles import Device
 from quantkit.grids.int_groups import IntGrid
 
-RECIPES: list[tuple[str, Device]] = [
+RECIPES = [
     ("vllm", "cuda"),
     ("sglang", "cuda"),
     ("sglang", "npu"),
@@ -44,7 +41,7 @@ Call = tuple[list[str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def odd(tmp_path_factory):
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
     path = tmp_path_factory.mktemp("models") / ODD
     return write_packed(
@@ -57,7 +54,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Path:
+def programs(tmp_path):
     """Programs that write down how they were called, one JSON object each, in `tmp_path`/called;
     servers stay until all COMMANDS were."""
     folder, called = tmp_path / "bin", tmp_path / "called"
@@ -81,7 +78,7 @@ while name != "ray" and missing() and time.monotonic() < until:
     return folder
 
 
-def called_by(script: str, programs: Path, commands: int, **environment: str) -> list[Call]:
+def called_by(script, programs, commands, **environment):
     """The words and the environment of each program that a script runs."""
     variables = {"PATH": f"{programs}:/usr/bin:/bin", "QUANTKIT_API_KEY": KEY}
     ended = subprocess.run(
@@ -96,7 +93,7 @@ def called_by(script: str, programs: Path, commands: int, **environment: str) ->
     return [(words, seen) for words, seen in map(json.loads, map(Path.read_text, files))]
 
 
-def check_calls(launch: Launch, called: list[Call], filled: Callable[[str], str] = str) -> None:
+def check_calls(launch, called, filled=str):
     asks = [launch.key, KEY] if launch.key and launch.key.startswith("-") else []
     meant = [
         [*map(filled, words), *(asks if launch.listens in words else [])]
@@ -120,7 +117,7 @@ def test_the_engine_gets_every_word_as_it_was_meant(odd, programs, engine, devic
     check_calls(launch, called_by(launch.script(), programs, len(launch.commands)))
 
 
-def address(word: str) -> str:
+def address(word):
     """Words in which the addresses of boxes are filled in."""
     return re.sub(r"QUANTKIT_BOX_(\d+)", r"10.0.0.\1", word)
 
@@ -153,7 +150,6 @@ def test_other_formats_run_the_same_commands(odd, programs, format, engine, layo
             (words, seen) for words, seen in steps if words[-1] == f"launch_{len(steps) - 1}"
         )
         number = re.fullmatch(r"QUANTKIT_BOX_(\d+)", launch.box)
-        assert number is not None
         assert f"--nodelist=node{number[1]}" in words
         script = boxes.pop(f"BASH_FUNC_{words[-1]}%%").removeprefix("()") + f"\n{words[-1]}"
         script = f"{words[-1]}() {script}"
@@ -230,7 +226,7 @@ def test_a_model_is_called_by_its_own_name(odd, tmp_path, monkeypatch):
     os.symlink("v3", tmp_path / "current")
     monkeypatch.chdir(tmp_path / "v3")
 
-    def named(model: str) -> str:
+    def named(model):
         (launch,) = typed(f"deploy {model} --engine vllm --json").json["launches"]
         words = launch["commands"][0][1]
         return words[words.index("--served-model-name") + 1]

@@ -4,9 +4,6 @@ checkpoint directories."""
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +27,12 @@ from quantkit.checkpoint.formats import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
-from quantkit.engines.profiles import FormatChoice, choose, engine_names, find_engine, part_of
+from quantkit.engines.profiles import choose, engine_names, find_engine, part_of
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
-from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
+from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models.deepseek_v3 import Config, parameters
 from quantkit.models.stored_parameters import read_model
-from quantkit.models.table import Parameter
 from quantkit.quantization.run import quantize
 
 INT4 = IntGrid(4, 128, symmetric=False)
@@ -47,39 +43,39 @@ INT8 = IntGrid(8, None, symmetric=True)
 W4A4 = Nvfp4Grid(activation_bits=4)
 
 
-def linear(row: Parameter) -> bool:
+def linear(row):
     return row.role == "linear"
 
 
-def expert(row: Parameter) -> bool:
+def expert(row):
     return row.expert is not None
 
 
-def no_qkv_a(row: Parameter) -> bool:
+def no_qkv_a(row):
     return row.role == "linear" and part_of(row) != "qkv_a"
 
 
-def kv_b(row: Parameter) -> bool:
+def kv_b(row):
     return row.role == "kv_b" and not row.mtp
 
 
-def no_mtp(row: Parameter) -> bool:
+def no_mtp(row):
     return row.role == "linear" and not row.mtp
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def packed(tmp_path_factory):
     """Writes (once) the tiny model in a format and returns its directory."""
     config = tiny_config()
     tensors = random_tensors(config)
-    made: dict[Any, Path] = {}
+    made = {}
 
     def write(
-        format: Any,
-        grid: Any,
-        quantizes: Callable[[Parameter], bool] = linear,
-        share_scales: bool = True,
-    ) -> Path:
+        format,
+        grid,
+        quantizes=linear,
+        share_scales=True,
+    ):
         key = (format, grid, quantizes, share_scales)
         if key not in made:
             made[key] = write_packed(
@@ -96,16 +92,16 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
-def errors(engine: str, path: Path, severity: str = "error", **options: Any) -> list[str]:
+def errors(engine, path, severity="error", **options):
     found = check_checkpoint(engine, Checkpoint.open(path), **options)
     return [one.problem for one in found if one.severity == severity]
 
 
-def warns(engine: str, path: Path, told: str) -> bool:
+def warns(engine, path, told):
     return any(told in problem for problem in errors(engine, path, "warning"))
 
 
-def choose_or_reason(name: str, scheme: Scheme) -> FormatChoice | QuantkitError:
+def choose_or_reason(name, scheme):
     try:
         return choose(name, scheme)
     except QuantkitError as error:
@@ -332,7 +328,6 @@ def test_scales_of_an_fp8_cache(packed, tmp_path, case):
     }
     save_file(load_file(file) | scales, file)
     about = inspect(path, engine=engine)
-    assert about.problems is not None
     found = [one.problem for one in about.problems if "cache" in one.problem]
     assert (about.cache is None) == (kind == "int8"), about.cache
     assert about.unknown == [] or kind == "int8"

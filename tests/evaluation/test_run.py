@@ -244,7 +244,6 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task, 
         kept = run(worse, task, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3)
         other = run(worse, task, baseline=str(tmp_path / "b"), repeats=3, temperature=0.9)
     comparison = live.tasks["sums"].comparison
-    assert comparison is not None
     assert comparison == kept.tasks["sums"].comparison
     assert (comparison.n, comparison.lost, comparison.gained, comparison.repeats) == (10, 2, 0, 3)
     sampled = [body for body in worse.requests if body.get("temperature")][

@@ -222,7 +222,6 @@ def test_endpoint_times_and_usage(server):
         assert one.error is None
         assert (one.prompt_tokens, one.output_tokens) == (12, 5)
         assert one.ttft_s >= DELAY_S, "the role-only chunk is not a token"
-        assert one.tpot_ms is not None
         assert one.tpot_ms >= 1e3 * GAP_S * 0.9
         assert len(one.gaps) == 4
         assert sum(one.gaps) == pytest.approx(one.last_token - one.first_token)

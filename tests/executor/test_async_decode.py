@@ -22,7 +22,6 @@ MOST = 4
 def load(path, *, ahead, draft_length=0, **options):
     engine = engines.load(path, max_batch=MOST, draft_length=draft_length, **options)
     capture(engine, draft_length=draft_length).runner._may_launch_async = ahead
-    assert isinstance(engine.scheduler, Scheduler)
     engine.scheduler.lookahead = max(draft_length, 1)
     return engine
 

@@ -95,7 +95,6 @@ def test_perplexity_tells_what_the_cache_costs(path, cache):
         str(path), text, PerplexityOptions(baseline=str(path), device="cpu", cache=cache)
     )
     assert same.kl == 0
-    assert coded.kl is not None
     assert 0 < coded.kl < 0.05
     assert coded.baseline_ppl == same.ppl
 
@@ -149,8 +148,6 @@ def test_channels_are_of_one_size_in_the_cache(latents, tmp_path, monkeypatch):
     before = measure(
         str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
     ).kl
-    assert found is not None
-    assert before is not None
     assert found < 0.2 * before
 
 

@@ -96,7 +96,6 @@ def test_ranks_of_their_own_are_one(tmp_path):
         "what was computed before is found at its home"
     )
     assert engine.speculation.acceptance.accepted > 0
-    assert isinstance(engine.scheduler, DataParallelScheduler)
     assert [one.allocator.num_free for one in engine.scheduler.ranks] == [
         engine.plan.num_blocks - 1
     ] * 2

@@ -128,7 +128,6 @@ def test_logprobs_are_of_the_chosen_tokens(engine):
     (done,) = completions(
         engine, [prompt], SamplingParams(max_new_tokens=5, logprobs=3, ignore_eos=True)
     )
-    assert done.logprobs is not None
     assert [one.token_id for one in done.logprobs] == done.token_ids
     for one in done.logprobs:
         assert one.top[0] == (one.token_id, one.logprob), "greedy takes the likeliest"

@@ -195,7 +195,6 @@ def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint, 
     bias."""
     engine = load(tiny_checkpoint, draft_length=drafts)
     end, eos = engine.tokenizer.end_think, next(iter(engine.tokenizer.eos_ids))
-    assert end is not None
     bias = ((eos, 100.0), (end, 20.0))
     params = SamplingParams(
         max_new_tokens=40,

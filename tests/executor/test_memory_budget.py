@@ -91,7 +91,6 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     )
     dense = replace(loaded, config=config)
     needed = long_step_bytes(dense)
-    assert needed is not None
     assert needed > LONG_PREFILL_TOKENS * 2 * (8 * 4096 + 3 * 12288)
     net = DeltaNet(16, 32, 128, 128, 4, frozenset({0}))
     recurrent = replace(dense, config=SimpleNamespace(**{**vars(config), "recurrent": net}))
@@ -114,7 +113,6 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
 
 def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded, monkeypatch):
     needed = long_step_bytes(loaded)
-    assert needed is not None
     per_block = 64 * loaded.cache_token_bytes
     options = EngineOptions(Path("model"), max_batch=1 << 20)  # as much as there is
     whole = 5 * needed

@@ -108,8 +108,6 @@ def test_eight_bits_that_do_not_fit_are_passed_over(r1):
         )
     }
     eight, four = roomy["int8-a8w8c16"], roomy["awq-w4a16"]
-    assert eight is not None
-    assert four is not None
     needed = (
         four.devices.reserve_bytes + (eight.devices.weight_bytes + four.devices.weight_bytes) / 2
     )

@@ -11,11 +11,11 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict
 
-ASKED: list[str] = []
+ASKED = []
 
 
 @tool
-def get_weather(city: str) -> str:
+def get_weather(city):
     """Get the weather of a city."""
     ASKED.append(city)
     return f"It's always sunny in {city}!"
@@ -32,7 +32,7 @@ class Weather(BaseModel):
     warm: bool
 
 
-def main(url: str) -> None:
+def main(url):
     model = ChatOpenAI(
         model="scripted", base_url=url, api_key="none", temperature=0, max_retries=0, timeout=120
     )

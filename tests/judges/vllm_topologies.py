@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import httpx
 from checkpoints import DENSE, digest, write
@@ -182,7 +181,6 @@ def run(directory, cases, seconds, beside, last, start):
     began = time.monotonic()
 
     def one(number, case):
-        answers: Any
         if time.monotonic() - began > last:
             print(f"{' '.join(case)}: not started, no time is left", flush=True)
             return

@@ -22,7 +22,6 @@ def no_toolkit(tmp_path, monkeypatch):
 
 def test_nvcc_of_wheels_counts_when_all_four_are_there(no_toolkit):
     reason = build.why_no_library("90")
-    assert reason is not None
     assert "pip install nvidia-cuda-nvcc==" in reason
     for part in build._OF_WHEELS.values():
         assert build.find_nvcc() is None

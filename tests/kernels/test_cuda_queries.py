@@ -138,7 +138,6 @@ def test_attention_behind_it_reads_the_newest_token(users):
 
     def together(*where):
         found = cuda.mla_queries(*where, q_b)
-        assert found is not None
         return found
 
     step(together)

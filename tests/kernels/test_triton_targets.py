@@ -399,7 +399,7 @@ def windows(tokens):
     yield "rotate_heads", lambda: rotate_heads(q, rotation, back=True, backend="triton")
 
 
-def indexer(one_sequence: bool, prepare: bool = False) -> None:
+def indexer(one_sequence, prepare=False):
     """DeepSeek-V3.2's, over 8,192 tokens and 65,536."""
     q, single = zeros(4, 64, 128), torch.float32
     places, keys = zeros(4, dtype=torch.int64), zeros(2, 64, 128)
@@ -413,7 +413,7 @@ def indexer(one_sequence: bool, prepare: bool = False) -> None:
         index_topk(q, weights, pages, places, 2048, backend="triton")
 
 
-def selected_prompt() -> None:
+def selected_prompt():
     """Attention of DeepSeek-V3.2's prompts, where it reads a selection."""
     q, kv_b, rotation = zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64)
     prompts = Prompts.of([(0, 64)], zeros(1, 1, dtype=torch.int32))

@@ -2,7 +2,6 @@
 checkpoint."""
 
 import json
-from pathlib import Path
 
 import make_model
 import other_names
@@ -48,7 +47,7 @@ def packed(tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_it(command: str, packed: Path) -> None:
+def test_every_command_refuses_it(command, packed):
     edited(packed, without(r"re:.*self_attn\.kv_b_proj$"))
     with refused(r"kv_b_proj is unquantized, but .*config\.json does not list it so"):
         COMMANDS[command](packed)
@@ -56,7 +55,7 @@ def test_every_command_refuses_it(command: str, packed: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_an_architecture_without_a_table_goes_by_names(command: str, packed: Path) -> None:
+def test_an_architecture_without_a_table_goes_by_names(command, packed):
     edited(packed, lambda config: config.update(model_type="mystery"))
     COMMANDS[command](packed)
     edited(packed, without(r"re:.*self_attn\.kv_b_proj$"))

@@ -235,7 +235,6 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_sourc
     def cut(**options):
         asked = {"engine": "vllm-ascend", "layout": "four-boxes"} | options
         found = made(cut_source, "int8-a8w8c16", **asked).layout
-        assert found is not None
         return found
 
     copies, alone = cut(redundant=32), cut()
@@ -257,7 +256,6 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source):
         found = made(
             cut_source, "int8-a8w8c16", engine="vllm-ascend", layout=layout, devices=devices
         ).layout
-        assert found is not None
         return found
 
     own, wide, small = (laid_out("four-boxes", devices) for devices in (None, "16", "8x32GiB"))

@@ -298,6 +298,4 @@ def test_plan_counts_the_tensors_and_the_cache(sources, outputs, kind):
     written = Checkpoint.open(outputs[kind])
     if kind == "keys":  # of the FP8 source both count what its MTP layer becomes
         assert found.output_bytes == sum(info.nbytes for info in written.tensors.values())
-    assert found.devices.cache_bytes_per_token is not None
-    assert wide.devices.cache_bytes_per_token is not None
     assert found.devices.cache_bytes_per_token < 0.75 * wide.devices.cache_bytes_per_token

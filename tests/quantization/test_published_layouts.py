@@ -114,7 +114,6 @@ def test_an_fp8_mtp_layer_beside_fp4_runs_and_converts(fp4_with_fp8_mtp, tmp_pat
         tmp_path / "text.jsonl",
         PerplexityOptions(baseline=str(tmp_path / "plain")),
     )
-    assert told.kl is not None
     assert told.kl < 1e-6
 
 

@@ -50,7 +50,6 @@ def command(*arguments):
             main()
         except SystemExit as end:
             code = end.code
-    assert isinstance(code, int)
     assert "--debug" not in err.getvalue(), err.getvalue()  # a fault that has no words of its own
     return Answer(code, out.getvalue(), err.getvalue())
 

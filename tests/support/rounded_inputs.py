@@ -26,5 +26,4 @@ def distances(written, source, directory):
         measure(str(written), text, PerplexityOptions(baseline=str(other))).kl
         for other in (source, directory / "plain")
     ]
-    assert found[0] is not None
     return Distances(found[0], found[1])

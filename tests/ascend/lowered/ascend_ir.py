@@ -12,7 +12,6 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ void memrefCopy(int64_t bytes, AnyMemref *from, AnyMemref *to) {  /* view: alloc
 """
 
 
-def lower(kernel: Any, args: Sequence[Tensor | int], constants: dict[str, Any]) -> str:
+def lower(kernel, args, constants):
     """The linalg IR of a `triton.jit` function for these arguments (their dtypes matter, their
     values do not)."""
     backend = make_backend(TARGET)
@@ -90,7 +89,7 @@ def lower(kernel: Any, args: Sequence[Tensor | int], constants: dict[str, Any]) 
         options, backend.get_codegen_implementation(), backend.get_module_map(), context
     )
     metadata = {"target": TARGET, **options.__dict__}
-    stages: dict[str, Any] = {}
+    stages = {}
     backend.add_stages(stages, options)
     return str(stages["ttadapter"](stages["ttir"](module, metadata), metadata))
 
@@ -102,18 +101,18 @@ class Executable:
     function: Any
     is_memref: tuple[bool, ...]
 
-    def __call__(self, programs: int, args: Sequence[Tensor | int]) -> None:
+    def __call__(self, programs, args):
         """Run the programs 0..programs-1 of a one-dimensional grid, one after the other, the
         operands between guard pages."""
         run_guarded(lambda placed: self._run(programs, placed), args)
 
-    def _run(self, programs: int, args: Sequence[int]) -> None:
+    def _run(self, programs, args):
         """args: numbers, and addresses of memrefs."""
         for program in range(programs):
             # Lock and workspace come first, the grid's sizes and the program's place in it last.
             values = [0, 0, *args, programs, 1, 1, program, 0, 0]
             assert len(values) == len(self.is_memref), (len(values), len(self.is_memref))
-            flat: list[Any] = []
+            flat = []
             for memref, value in zip(self.is_memref, values):
                 if memref:
                     pointer = ctypes.c_void_p(value)
@@ -129,7 +128,7 @@ class Executable:
             self.function(*flat)
 
 
-def compile_for_host(lowered: str) -> Executable:
+def compile_for_host(lowered):
     """Host code of the IR. Hints to the chip's compiler are dropped; nothing else is changed."""
     source = "\n".join(line for line in lowered.splitlines() if "annotation.mark" not in line)
     source = re.sub(r'(, )?input_precison = "\w+"', "", source)
@@ -151,12 +150,10 @@ def compile_for_host(lowered: str) -> Executable:
     return Executable(ctypes.CDLL(str(folder / "kernel.so"))[match[1]], kinds)
 
 
-_BUILT: dict[str, Executable] = {}
+_BUILT = {}
 
 
-def execute(
-    kernel: Any, programs: int, args: Sequence[Tensor | int], constants: dict[str, Any]
-) -> str:
+def execute(kernel, programs, args, constants):
     """Lower, compile and run; tensors are written in place. Returns the lowered IR."""
     lowered = lower(kernel, args, constants)
     key = hashlib.sha256(lowered.encode()).hexdigest()

@@ -12,13 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 from ascend.lowered.ascend_ir import TARGET
@@ -35,11 +33,11 @@ class NotCompiled(Exception):
 
 
 @cache
-def options() -> tuple[str, ...]:
+def options():
     """What triton-ascend gives the compiler for an Atlas A2, but for the files and the target."""
-    asked: list[Sequence[str]] = []
+    asked = []
 
-    def run(command: Sequence[str], **_: Any) -> Any:
+    def run(command, **_):
         if "--help" in command:
             return subprocess.run(command, capture_output=True, text=True, check=False)
         asked.append(command)
@@ -47,7 +45,7 @@ def options() -> tuple[str, ...]:
 
     backend = make_backend(TARGET)
     known = backend.parse_options({})
-    stages: dict[str, Any] = {}
+    stages = {}
     backend.add_stages(stages, known)
     patched = {
         "_get_npucompiler_path": lambda: str(BISHENGIR),
@@ -61,7 +59,7 @@ def options() -> tuple[str, ...]:
     return tuple(one for one in command[2:-2] if not one.startswith("--target"))
 
 
-def compiled(lowered: str, target: str) -> str:
+def compiled(lowered, target):
     """The last open form of a kernel. NotCompiled where a pass refuses it."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ttadapter.mlir"
@@ -83,7 +81,7 @@ class Part:
     name: str
     lines: tuple[str, ...]
 
-    def buffers(self) -> Iterator[tuple[str, str, int, int]]:
+    def buffers(self):
         """Value, buffer, first and last address of each that PlanMemory placed."""
         text = "\n".join(self.lines)
         numbers = self.numbers()
@@ -94,14 +92,14 @@ class Part:
                 count *= int(size)
             yield value, BUFFERS[space], numbers[address], numbers[address] + count
 
-    def used(self) -> Counter[str]:
+    def used(self):
         """Bytes of each buffer."""
-        most: Counter[str] = Counter()
+        most = Counter()
         for _, buffer, _, end in self.buffers():
             most[buffer] = max(most[buffer], end)
         return most
 
-    def doubled(self) -> list[tuple[int, int, int]]:
+    def doubled(self):
         """Pairs of buffers that a loop takes in turns, one filled while the other is read: their
         addresses, and the bytes of each."""
         first = {value: (begin, end) for value, _, begin, end in self.buffers()}
@@ -113,13 +111,13 @@ class Part:
                 pairs.append((first[a][0], first[b][0], first[a][1] - first[a][0]))
         return pairs
 
-    def numbers(self) -> dict[str, int]:
+    def numbers(self):
         """Constants of 64 bits."""
         found = re.findall(r"(%[\w-]+) = arith\.constant (-?\d+) : i64", "\n".join(self.lines))
         return {name: int(value) for name, value in found}
 
 
-def parts(form: str) -> list[Part]:
+def parts(form):
     """The functions that run on a device."""
     found = []
     for match in FUNCTION.finditer(form):
@@ -129,6 +127,6 @@ def parts(form: str) -> list[Part]:
     return found
 
 
-def spec(form: str) -> dict[str, int]:
+def spec(form):
     """The target's sizes, in bits, and its cores, as the compiler has them."""
     return {name: int(value) for name, value in re.findall(r'dl_entry<"(\w+)", (\d+) : i32>', form)}

@@ -1,7 +1,6 @@
 """The last open form of a kernel (HIVM) with one fault in its flags, addresses or tiles."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ascend.lowered import bishengir
@@ -22,12 +21,12 @@ class Mutant:
     why: str = ""
 
 
-def mutants(text: str) -> Iterator[Mutant]:
+def mutants(text):
     """A flag that is not there, has another number or the pipes exchanged, within a core or between
     two; a buffer past the end or over the one that it takes turns with; half a tile."""
     lines = text.splitlines()
 
-    def put(kind: str, at: int, *line: str, why: str = "") -> Mutant:
+    def put(kind, at, *line, why=""):
         return Mutant(kind, "\n".join([*lines[:at], *line, *lines[at + 1 :]]), why)
 
     for at, line in enumerate(lines):
@@ -79,19 +78,19 @@ def mutants(text: str) -> Iterator[Mutant]:
                     yield put("tile", at, line[:begin] + half + line[end:])
 
 
-def halves(line: str, begin: int, end: int | None = None) -> Iterator[str]:
+def halves(line, begin, end=None):
     """The line with one of the numbers of a part of it halved."""
     for number in NUMBER.finditer(line, begin, len(line) if end is None else end):
         if int(number[0]) >= LEAST_TILE:
             yield line[: number.start()] + str(int(number[0]) // 2) + line[number.end() :]
 
 
-def without_turns(part: bishengir.Part) -> set[int]:
+def without_turns(part):
     """Addresses at which are only buffers whose twin need not be there: in every round the scalar
     unit waits for the vectors after the last of them read the buffer, and only then gives what
     fills the twin."""
     numbers, lines = part.numbers(), part.lines
-    ordered: dict[int, bool] = {}
+    ordered = {}
     placed = {
         found[1]: numbers[found[2]]
         for line in lines

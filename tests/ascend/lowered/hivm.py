@@ -4,7 +4,7 @@ instructions, by pipes.py. An operation that neither knows is a Fault."""
 import math
 import operator
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -34,16 +34,16 @@ class Line:
     regions: tuple[tuple["Line", ...], ...] = ()
 
     @property
-    def operands(self) -> list[str]:
+    def operands(self):
         return re.findall(r"%[\w-]+(?:#\d)?", self.text)
 
     @property
-    def lists(self) -> list[list[str]]:
+    def lists(self):
         """What its innermost brackets hold."""
         return [re.findall(r"%[\w-]+|-?\d+", one) for one in re.findall(r"\[([^][]*)\]", self.text)]
 
     @property
-    def memref(self) -> tuple[tuple[int, ...], str, str]:
+    def memref(self):
         """Of its last type: sizes, -1 for what is not said, element and space."""
         found = re.findall(
             r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<[^>]*>)?, #hivm\.address_space<(\w+)>>",
@@ -54,7 +54,7 @@ class Line:
         return tuple(sizes), element, space
 
 
-def parsed(lines: Sequence[str], at: int = 0) -> tuple[tuple[Line, ...], int]:
+def parsed(lines, at=0):
     """The operations up to the end of a region, and where that is."""
     found = []
     while not lines[at].startswith("}"):
@@ -83,34 +83,33 @@ class Form:
     workspace: int
 
 
-def read(text: str) -> Form:
-    maps: dict[str, Map] = {}
+def read(text):
+    maps = {}
     for name, symbols, body in re.findall(r"(?m)^(#\w+) = affine_map<(.*?) -> \((.*)\)>$", text):
         body = body.replace("floordiv", "//").replace("mod", "%")
         names = ", ".join(re.findall(r"\w+", symbols))
         maps[name] = eval(f"lambda {names}: ({body},)", {})
-    functions: dict[str, tuple[Line, ...]] = {}
+    functions = {}
     for part in bishengir.parts(text):
         lines, _ = parsed([line.strip() for line in part.lines if line.strip()])
         vectors = CORES[1:] if part.name.endswith("_mix_aiv") else CORES[1:2]
         functions |= dict.fromkeys(CORES[:1] if part.name.endswith("_mix_aic") else vectors, lines)
         head = re.search(rf"func\.func @{part.name}\((.*)\) attributes", text)
-    assert head is not None
     arguments = re.findall(r"(%arg\d+): (?:memref<\?x)?(\w+)", head[1])
     size = re.search(r"_infer_workspace_shape_function\(\).*\n.*constant (\d+) : index", text)
     return Form(functions, arguments, maps, int(size[1]) if size else 0)
 
 
-def execute(form: Form, programs: int, args: Sequence[Tensor | int]) -> None:
+def execute(form, programs, args):
     """Runs the programs of a one-dimensional grid at once; tensors are written in place."""
     pipes = programs * len(CORES) * len(PIPES)
     every_pipe = slice(0, pipes)
     workspace = Memory("workspace", np.full(form.workspace * programs, 0xFF, np.uint8), every_pipe)
-    values: list[Any] = [0, *[View(workspace, "i8", 0, (-1,), (1,))] * 2]
+    values = [0, *[View(workspace, "i8", 0, (-1,), (1,))] * 2]
     for (name, kind), one in zip(form.arguments[3:], args):
         if isinstance(one, Tensor):
             data = one.view(-1).view(torch.uint8).numpy()
-            one = View(Memory(name, data, every_pipe, given=True), kind, 0, (-1,), (1,))  # type: ignore[assignment]
+            one = View(Memory(name, data, every_pipe, given=True), kind, 0, (-1,), (1,))
         values.append(one)
     values += [programs, 1, 1]
     require(len(values) == len(form.arguments), f"{len(values)} of {len(form.arguments)} arguments")
@@ -132,7 +131,7 @@ def execute(form: Form, programs: int, args: Sequence[Tensor | int]) -> None:
         require(not left, f"{core.name} leaves flags: {left}")
 
 
-ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+ARITHMETIC = {
     "addi": operator.add,
     "subi": operator.sub,
     "muli": operator.mul,
@@ -143,14 +142,14 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def wrapped(value: int, kind: str) -> int:
+def wrapped(value, kind):
     """An integer of a kind; of i1 0 or 1."""
     bits = 64 if kind == "index" else int(kind[1:])
     value &= (1 << bits) - 1
     return value - (1 << bits) if bits > 1 and value >> (bits - 1) else value
 
 
-def contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+def contiguous(sizes):
     return tuple(math.prod(sizes[at + 1 :]) for at in range(len(sizes)))
 
 
@@ -158,15 +157,15 @@ class Scalar:
     """The scalar unit of a core: `run` is a coroutine that stops where it waits for another core,
     and the other methods are operations by their names."""
 
-    def __init__(self, core: Core, cores: dict[str, Core], maps: dict[str, Map], values: dict[str, Any]):  # fmt: skip
+    def __init__(self, core, cores, maps, values):
         self.core, self.cores, self.maps, self.values = core, cores, maps, values
         self.others = ("aiv0", "aiv1") if core.name == "aic" else ("aic",)
 
-    def run(self, lines: Sequence[Line]) -> Run:
+    def run(self, lines):
         """What the region yields."""
         for line in lines:
             dialect, _, name = line.name.rpartition(".")
-            found: list[Any] = []
+            found = []
             if name in ("return", "yield"):
                 return self.operands(line)
             if line.name == "scf.if":
@@ -188,7 +187,7 @@ class Scalar:
             self.values.update(zip(line.results, found))
         return []
 
-    def loop(self, line: Line) -> Run:
+    def loop(self, line):
         variable, *bounds = line.operands[:4]
         carried = re.findall(r"(%\w+) = (%[\w#-]+)", line.text.partition("iter_args(")[2])
         found = [self.values[start] for _, start in carried]
@@ -197,7 +196,7 @@ class Scalar:
             found = yield from self.run(line.regions[0])
         return found
 
-    def wait(self, number: int) -> Generator[None, None, None]:
+    def wait(self, number):
         for sender in self.others:
             flags = self.core.inbox[sender, number]
             while not flags:
@@ -205,77 +204,77 @@ class Scalar:
             np.maximum(self.core.clocks["S"], flags.popleft(), out=self.core.clocks["S"])
             self.core.counts["S"] += 1
 
-    def sync_block_set(self, line: Line) -> None:
+    def sync_block_set(self, line):
         pipe = line.text.partition(", <PIPE_")[2].partition(">")[0]
         for receiver in self.others:
             flags = self.cores[receiver].inbox[self.core.name, self.number(line)]
             flags.append(self.core.ended(pipe))
             require(len(flags) <= MOST_FLAGS, f"{len(flags)} flags ahead of {receiver}")
 
-    def take(self, token: str) -> int:
+    def take(self, token):
         return self.values[token] if token.startswith("%") else int(token)
 
-    def number(self, line: Line) -> int:
+    def number(self, line):
         return self.take(line.text.partition("flag = ")[2].partition(" ")[0])
 
-    def operands(self, line: Line) -> list[Any]:
+    def operands(self, line):
         return [self.values[one] for one in line.operands]
 
     # Numbers
-    def constant(self, line: Line) -> Any:
+    def constant(self, line):
         if line.types.startswith(("f", "bf")):
             bits = line.text.startswith("0x")
             return np.uint32(int(line.text, 16)).view(np.float32) if bits else np.float32(line.text)
         return line.text == "true" if line.text in ("true", "false") else int(line.text)
 
-    def cmpi(self, line: Line) -> bool:
-        return getattr(operator, line.text.partition(",")[0].lstrip("so"))(*self.operands(line))  # type: ignore[no-any-return]
+    def cmpi(self, line):
+        return getattr(operator, line.text.partition(",")[0].lstrip("so"))(*self.operands(line))
 
     cmpf = cmpi
 
-    def select(self, line: Line) -> Any:
+    def select(self, line):
         which, yes, no = self.operands(line)
         return yes if which else no
 
-    def index_cast(self, line: Line) -> int:
+    def index_cast(self, line):
         return wrapped(int(self.operands(line)[0]), line.types.rpartition(" ")[2])
 
     extsi = extui = trunci = index_cast  # of i1 extui alone, which is 0 or 1 here
 
-    def mapped(self, line: Line) -> tuple[int, ...]:
+    def mapped(self, line):
         return self.maps[line.text.partition("(")[0]](*self.operands(line))
 
-    def apply(self, line: Line) -> int:
+    def apply(self, line):
         return self.mapped(line)[0]
 
-    def min(self, line: Line) -> int:
+    def min(self, line):
         return min(self.mapped(line))
 
-    def max(self, line: Line) -> int:
+    def max(self, line):
         return max(self.mapped(line))
 
     # Memory
-    def pointer_cast(self, line: Line) -> View:
+    def pointer_cast(self, line):
         (begin,), (sizes, element, space) = self.operands(line), line.memref
         require(begin % chip.BURST == 0, f"address {begin} of {space}")
         return View(self.core.spaces[space], element, begin, sizes, contiguous(sizes))
 
-    def cast(self, line: Line) -> View:
-        return self.operands(line)[0]  # type: ignore[no-any-return]
+    def cast(self, line):
+        return self.operands(line)[0]
 
-    def bitcast(self, line: Line) -> View:
+    def bitcast(self, line):
         return replace(self.cast(line), element=line.memref[1])
 
-    def view(self, line: Line) -> View:
+    def view(self, line):
         (source, begin), (sizes, element, _) = self.operands(line), line.memref
         return View(source.memory, element, source.begin + begin, sizes, contiguous(sizes))
 
-    def reinterpret_cast(self, line: Line) -> View:
+    def reinterpret_cast(self, line):
         (offset,), sizes, strides = ([self.take(one) for one in of] for of in line.lists)
         whole = replace(self.cast(line), begin=0, sizes=tuple(sizes), strides=tuple(strides))
         return whole.moved(offset)
 
-    def subview(self, line: Line) -> View:
+    def subview(self, line):
         source = self.cast(line)
         offsets, sizes, steps = ([self.take(one) for one in of] for of in line.lists)
         for at, size, step, end in zip(offsets, sizes, steps, source.sizes):
@@ -286,7 +285,7 @@ class Scalar:
         start = source.moved(sum(at * stride for at, stride in zip(offsets, source.strides)))
         return replace(start, sizes=tuple(sizes[gone:]), strides=tuple(strides[gone:]))
 
-    def collapse_shape(self, line: Line) -> View:
+    def collapse_shape(self, line):
         source = self.cast(line)
         sizes, strides = [], []
         for group in line.lists:
@@ -298,53 +297,53 @@ class Scalar:
             strides.append(parts[-1][1])
         return replace(source, sizes=tuple(sizes), strides=tuple(strides))
 
-    def expand_shape(self, line: Line) -> View:
+    def expand_shape(self, line):
         source, (*groups, shape) = self.cast(line), line.lists
         inner = [contiguous([int(shape[int(one)]) for one in group]) for group in groups]
         strides = [one * stride for of, stride in zip(inner, source.strides) for one in of]
         return replace(source, sizes=tuple(map(int, shape)), strides=tuple(strides))
 
-    def element(self, view: View, indices: Sequence[int]) -> View:
+    def element(self, view, indices):
         at = sum(one * stride for one, stride in zip(indices, view.strides))
         return replace(view.moved(at), sizes=(1,), strides=(1,))
 
-    def load(self, line: Line) -> Any:
+    def load(self, line):
         view, *indices = self.operands(line)
         one, found = self.element(view, indices), []
         self.core.run("S", [one], [], lambda: found.append(one.get()[0]))
         return found[0] if "f" in view.element else int(found[0])
 
-    def store(self, line: Line) -> None:
+    def store(self, line):
         value, view, *indices = self.operands(line)
         one = self.element(view, indices)
         self.core.run("S", [], [one], lambda: one.put(np.array([value])))
 
     # Pipes
-    def set_mask_norm(self, line: Line) -> None:
+    def set_mask_norm(self, line):
         """Every lane counts, which is so here."""
 
     set_ffts_base_addr = set_mask_norm  # where flags between cores lie
 
-    def get_block_idx(self, line: Line) -> int:
+    def get_block_idx(self, line):
         return self.core.program
 
-    def get_sub_block_idx(self, line: Line) -> int:
+    def get_sub_block_idx(self, line):
         return int(self.core.name[-1])
 
-    def flag(self, line: Line) -> tuple[str, str, int]:
+    def flag(self, line):
         source, target, event = line.text.strip("[]").split(", ")
         number = self.values[event] if event.startswith("%") else int(event[len("<EVENT_ID") : -1])
         return source[len("<PIPE_") : -1], target[len("<PIPE_") : -1], number
 
-    def set_flag(self, line: Line) -> None:
+    def set_flag(self, line):
         self.core.set_flag(*self.flag(line))
 
-    def wait_flag(self, line: Line) -> None:
+    def wait_flag(self, line):
         self.core.wait_flag(*self.flag(line))
 
-    def pipe_barrier(self, line: Line) -> None:
+    def pipe_barrier(self, line):
         self.core.barrier(line.text[len("[<PIPE_") : -len(">]")])
 
-    def call(self, line: Line) -> None:
+    def call(self, line):
         name = line.text[1:].partition("(")[0]
         instruction(name)(self.core, *self.operands(line))

@@ -18,7 +18,7 @@ import math
 import operator
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -47,7 +47,7 @@ class Fault(AssertionError):
     """What a chip may do otherwise, or cannot do."""
 
 
-def require(holds: Any, fault: str) -> None:
+def require(holds, fault):
     if not holds:
         raise Fault(fault)
 
@@ -62,7 +62,7 @@ class Memory:
     pipes: slice
     given: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         size = len(self.data)
         self.writer = np.full(size, self.pipes.start, np.int16)
         self.written = (np.ones if self.given else np.zeros)(size, np.int32)
@@ -79,13 +79,13 @@ class View:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"{self.memory.name} from {self.begin}, {self.sizes} by {self.strides} of {self.element}"
 
-    def moved(self, elements: int) -> "View":
+    def moved(self, elements):
         return replace(self, begin=self.begin + elements * DTYPES[self.element].itemsize)
 
-    def of(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def of(self, array):
         """Its part of what is known byte by byte, [.., *sizes, bytes of an element]."""
         size, sizes, strides = DTYPES[self.element].itemsize, self.sizes, self.strides
         if self.element == "i1":
@@ -100,7 +100,7 @@ class View:
         shape = (*array.shape[:-1], *sizes, size)
         return np.lib.stride_tricks.as_strided(array[..., self.begin :], shape, steps)
 
-    def get(self) -> np.ndarray[Any, Any]:
+    def get(self):
         """bf16 as float32, bits as booleans."""
         values = np.ascontiguousarray(self.of(self.memory.data)).view(DTYPES[self.element])[..., 0]
         if self.element == "i1":
@@ -109,7 +109,7 @@ class View:
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values
 
-    def put(self, values: Any) -> None:
+    def put(self, values):
         require(np.shape(values) == self.sizes, f"{np.shape(values)} in {self}")
         if self.element == "i1":
             values = np.packbits(values, bitorder="little")
@@ -119,7 +119,7 @@ class View:
         flat = np.ascontiguousarray(np.asarray(values, DTYPES[self.element]))
         self.of(self.memory.data)[...] = flat[..., None].view(np.uint8)
 
-    def ruin(self) -> None:
+    def ruin(self):
         self.of(self.memory.data)[...] = 0xFF
 
 
@@ -132,21 +132,19 @@ class Core:
     pipes: int
     inbox: dict[tuple[str, int], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         first = (self.program * len(CORES) + CORES.index(self.name)) * len(PIPES)
         self.at = {pipe: first + index for index, pipe in enumerate(PIPES)}
         self.clocks = {pipe: np.ones(self.pipes, np.int32) for pipe in PIPES}
         self.counts = dict.fromkeys(PIPES, 1)
-        self.flags: dict[tuple[str, str, int], deque[Any]] = defaultdict(deque)
+        self.flags = defaultdict(deque)
         own = slice(first, first + len(PIPES))
         self.spaces = {
             space: Memory(f"{space} of {self.name}", np.full(size, 0xFF, np.uint8), own)
             for space, size in SPACES.items()
         }
 
-    def run(
-        self, pipe: str, reads: Sequence[View], writes: Sequence[View], compute: Callable[[], None]
-    ) -> None:
+    def run(self, pipe, reads, writes, compute):
         """One instruction."""
         mine, clock = self.at[pipe], self.clocks[pipe]
         np.maximum(clock, self.clocks["S"], out=clock)
@@ -180,24 +178,24 @@ class Core:
             view.of(view.memory.writer)[...] = mine
             view.of(view.memory.written)[...] = self.counts[pipe]
 
-    def ended(self, pipe: str) -> np.ndarray[Any, Any]:
+    def ended(self, pipe):
         """What is known where all that the pipe was given until now has ended."""
         clock = np.maximum(self.clocks[pipe], self.clocks["S"])
         clock[self.at[pipe]] = self.counts[pipe]
         return clock
 
-    def set_flag(self, source: str, target: str, event: int) -> None:
+    def set_flag(self, source, target, event):
         flag = self.flags[source, target, event]
         require(0 <= event < EVENT_IDS, f"event {event}")
         require(not flag, f"{self.name} sets twice: {source} to {target}, {event}")
         flag.append(self.ended(source))
 
-    def wait_flag(self, source: str, target: str, event: int) -> None:
+    def wait_flag(self, source, target, event):
         flag = self.flags[source, target, event]
         require(flag, f"{self.name} waits in vain: {source} to {target}, {event}")
         np.maximum(self.clocks[target], flag.popleft(), out=self.clocks[target])
 
-    def barrier(self, pipe: str) -> None:
+    def barrier(self, pipe):
         pipes = PIPES if pipe == "ALL" else (pipe,)
         ends = np.max([self.ended(one) for one in pipes], axis=0)
         for one in pipes:
@@ -209,11 +207,11 @@ class Core:
 Instruction = Callable[..., None]
 
 
-def copy(pipe: str) -> Instruction:
+def copy(pipe):
     """Bytes into a buffer come in bursts: what the last of a row has more is padding, a value or
     anything."""
 
-    def instruction(core: Core, source: View, target: View, padding: int = 0, value: Any = 0, *left: int) -> None:  # fmt: skip
+    def instruction(core, source, target, padding=0, value=0, *left):
         if source.sizes != target.sizes or padding not in (0, 2) or any(left):
             raise Fault(f"copy of {source} to {target}, padding {padding} {left}")
         *rows, width = target.sizes
@@ -221,7 +219,7 @@ def copy(pipe: str) -> Instruction:
         spare = 0 if pipe == "MTE3" else -width % (chip.BURST // size)
         rest = replace(target.moved(width), sizes=(*rows, spare))
 
-        def run() -> None:
+        def run():
             target.put(source.get())
             if padding:
                 rest.put(np.full(rest.sizes, value))
@@ -233,41 +231,41 @@ def copy(pipe: str) -> Instruction:
     return instruction
 
 
-def fill(pipe: str) -> Instruction:
-    def instruction(core: Core, value: Any, target: View) -> None:
+def fill(pipe):
+    def instruction(core, value, target):
         core.run(pipe, [], [target], lambda: target.put(np.full(target.sizes, value)))
 
     return instruction
 
 
-def arange(core: Core, target: View, first: int, step: int) -> None:
+def arange(core, target, first, step):
     values = first + step * np.arange(target.sizes[0])
     core.run("V", [], [target], lambda: target.put(values))
 
 
 # Elements that intermediate results take, as the compiler's source has them (AscendNPU-IR, extra
 # buffers of HIVM's operations).
-def block(view: View) -> int:
+def block(view):
     return chip.BURST // DTYPES[view.element].itemsize
 
 
-def of_columns(inputs: Sequence[Any], target: View) -> int:
+def of_columns(inputs, target):
     """Where the second operand is a column: a block a row, rows by eights."""
     if len(target.sizes) > 1 and inputs[1].sizes[-1] < target.sizes[-1]:
         return -(-target.sizes[-2] // 8) * 8 * block(target)
     return 0
 
 
-def of_numbers(inputs: Sequence[Any], target: View) -> int:
+def of_numbers(inputs, target):
     """A block for each operand that is a number."""
     return block(target) * sum(not isinstance(one, View) for one in inputs)
 
 
-def of_choices(inputs: Sequence[Any], target: View) -> int:
+def of_choices(inputs, target):
     return block(target) + of_numbers(inputs, target)
 
 
-def of_reduced(source: View, axes: str) -> int:
+def of_reduced(source, axes):
     """As many as the source, or one part of it where the parts, fewer than halvings, are taken one
     by one; of rows, none if an instruction takes one whole."""
     *rows, width = source.sizes
@@ -280,12 +278,10 @@ def of_reduced(source: View, axes: str) -> int:
     return 0 if width <= at_once else math.prod(rows) * max(at_once, width // 2)
 
 
-def vector(
-    count: int, compute: Callable[..., Any], needed: Callable[..., int] = of_columns
-) -> Instruction:
+def vector(count, compute, needed=of_columns):
     """Of so many operands: then comes the result, then intermediate results."""
 
-    def instruction(core: Core, *operands: Any) -> None:
+    def instruction(core, *operands):
         inputs, (target, *rest) = operands[:count], operands[count:]
         for one in inputs:
             if isinstance(one, View):
@@ -296,7 +292,7 @@ def vector(
             fits = math.prod(rest[0].sizes) >= needed(inputs, target)
             require(fits, f"no room in {rest} for {inputs}")
 
-        def run() -> None:
+        def run():
             first = inputs[0].get()
             others = [
                 one.get() if isinstance(one, View) else np.array(one, first.dtype)
@@ -312,14 +308,14 @@ def vector(
     return instruction
 
 
-def reduced(combine: Callable[[Any, Any], Any], axes: str) -> Instruction:
+def reduced(combine, axes):
     """axes: which are reduced, r, and which are kept, a."""
 
-    def instruction(core: Core, source: View, target: View, rest: View, initial: Any) -> None:
+    def instruction(core, source, target, rest, initial):
         fits = math.prod(rest.sizes) >= of_reduced(source, axes)
         require(fits, f"no room in {rest} for {source}")
 
-        def run() -> None:
+        def run():
             values = np.moveaxis(source.get(), axes.index("r"), 0)
             total = np.full(values.shape[1:], initial, values.dtype)
             for one in values:
@@ -333,19 +329,19 @@ def reduced(combine: Callable[[Any, Any], Any], axes: str) -> Instruction:
     return instruction
 
 
-def cast(core: Core, source: View, target: View, mode: int) -> None:
+def cast(core, source, target, mode):
     whole = target.element.startswith("i") and not source.element.startswith("i")
     rounding = {0: np.rint, 4: np.trunc}[mode] if whole else np.asarray
     core.run("V", [source], [target], lambda: target.put(rounding(source.get())))
 
 
-def plain(fractals: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def plain(fractals):
     """[columns / c, rows / r, r, c] as [rows, columns]."""
     across, down, rows, columns = fractals.shape
     return fractals.transpose(1, 2, 0, 3).reshape(down * rows, across * columns)
 
 
-def to_fractals(core: Core, source: View, target: View) -> None:
+def to_fractals(core, source, target):
     """Rows past the source's are left alone."""
     (height, width), (across, down, rows, columns) = source.sizes, target.sizes
     fits = width == across * columns and height <= down * rows
@@ -354,22 +350,22 @@ def to_fractals(core: Core, source: View, target: View) -> None:
     starts = [target.moved(row // rows * high + row % rows * low) for row in range(height)]
     placed = [replace(one, sizes=(across, columns), strides=(wide, narrow)) for one in starts]
 
-    def run() -> None:
+    def run():
         for values, view in zip(source.get(), placed):
             view.put(values.reshape(across, columns))
 
     core.run("MTE2", [source], placed, run)
 
 
-def product(core: Core, a: View, b: View, first: int, m: int, k: int, n: int, c: View, *events: int) -> None:  # fmt: skip
+def product(core, a, b, first, m, k, n, c, *events):
     """c = a b, added to c but for the first. events: two flags that are waited for, two that are
     set when the operands were read, the round, which chooses buffers, and three that are unused."""
     require(events[5:] == (-1, -1, 0), f"events {events}")
-    operands: list[Any] = []
+    operands = []
     for one, awaited, given in zip((a, b), events, events[2:]):
         if awaited >= 0:
             core.wait_flag("MTE2", "MTE1", awaited)
-        core.run("MTE1", [one], [], lambda one=one: operands.append(plain(one.get())))  # type: ignore[misc]
+        core.run("MTE1", [one], [], lambda one=one: operands.append(plain(one.get())))
         if given >= 0:
             core.set_flag("MTE1", "MTE2", given)
     np.maximum(core.clocks["M"], core.ended("MTE1"), out=core.clocks["M"])
@@ -378,7 +374,7 @@ def product(core: Core, a: View, b: View, first: int, m: int, k: int, n: int, c:
     fits = m <= len(left) == down * rows and left.shape[1] == k == len(right)
     require(fits and right.shape[1] == n == across * columns, f"product {m} {k} {n} in {c}")
 
-    def run() -> None:
+    def run():
         total = np.zeros((len(left), n), left.dtype) if first else plain(c.get())
         for one in range(k):
             total = total + left[:, one, None] * right[one]
@@ -388,7 +384,7 @@ def product(core: Core, a: View, b: View, first: int, m: int, k: int, n: int, c:
     core.barrier("M")  # products that add to one buffer follow each other
 
 
-def store_product(core: Core, source: View, target: View, rounding: int, *rest: int) -> None:
+def store_product(core, source, target, rounding, *rest):
     kinds = {("f32", "bf16"): 16, ("f32", "f16"): 1}
     expected = (kinds.get((source.element, target.element), 0), 0, 0, 0)
     require((rounding, *rest) == expected, f"rounding {rounding}, {rest}")
@@ -397,7 +393,7 @@ def store_product(core: Core, source: View, target: View, rounding: int, *rest: 
 
 
 @cache
-def expf() -> Any:
+def expf():
     """The one that the lowered form calls."""
     function = ctypes.CDLL("libm.so.6").expf
     function.argtypes, function.restype = (ctypes.c_float,), ctypes.c_float
@@ -420,7 +416,7 @@ SCALAR = {
     "shrs": operator.rshift,
 }
 KIND = r"(?:float|half|bfloat16_t|bool|int\d+_t)"
-TABLE: dict[str, Callable[[str], Instruction]] = {
+TABLE = {
     rf"load_gm_to_ubuf_[12]d_{KIND}": lambda _: copy("MTE2"),
     rf"store_ubuf_to_gm_[12]d_{KIND}": lambda _: copy("MTE3"),
     rf"copy_ubuf_to_ubuf_1d_{KIND}": lambda _: copy("V"),
@@ -445,7 +441,7 @@ TABLE: dict[str, Callable[[str], Instruction]] = {
 
 
 @cache
-def instruction(name: str) -> Instruction:
+def instruction(name):
     for pattern, make in TABLE.items():
         if found := re.fullmatch(pattern, name):
             return make(found[1] if found.groups() else "")

@@ -7,7 +7,6 @@ minute.
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ TORCH_NPU = ".venv-npu/lib/python*/site-packages/torch_npu/include"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("binding")
     for name in ("int4_grouped", "fp4_gemv"):
         ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
@@ -54,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def operators(built, monkeypatch):
     monkeypatch.setenv("ASCENDC_ON_CPU", str(built))
     monkeypatch.setenv("ASCENDC_CORES", "5")
     if not hasattr(torch.ops.quantkit_ascendc, "fp4_gemv"):

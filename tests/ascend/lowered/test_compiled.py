@@ -6,7 +6,7 @@ import os
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -30,20 +30,20 @@ Form = Callable[..., launch.KernelLaunch]
 """k: other sizes, for which the form is the same."""
 
 
-def seeded() -> torch.Generator:
+def seeded():
     return torch.Generator().manual_seed(0)
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=seeded()).to(dtype)
 
 
-def unwritten(*shape: int, dtype: torch.dtype) -> Tensor:
+def unwritten(*shape, dtype):
     return torch.full(shape, -7).to(dtype)
 
 
 @cache
-def packed(grid: str, tiles: int = 1, k: int = K) -> layout.PackedTiles:
+def packed(grid, tiles=1, k=K):
     """Two experts of so many whole tiles of columns and a ragged one, or of two whole ones for
     gate and up."""
     columns, rng = chip.COLUMNS[grid.split("-")[0]], seeded()
@@ -58,24 +58,24 @@ def packed(grid: str, tiles: int = 1, k: int = K) -> layout.PackedTiles:
     return room
 
 
-def rows(grid: str, dtype: torch.dtype, k: int = K) -> launch.KernelLaunch:
+def rows(grid, dtype, k=K):
     of = packed(grid, k=k)
     return launch.rows(of, normal(3, k, dtype=dtype), EXPERTS[:3], unwritten(3, of.n, dtype=dtype))
 
 
-def gate_up(grid: str, dtype: torch.dtype, k: int = K) -> launch.KernelLaunch:
+def gate_up(grid, dtype, k=K):
     of = packed(grid, 2, k)
     out = unwritten(4, of.n // 2, dtype=dtype)
     return launch.gate_up(of, normal(2, k, dtype=dtype), EXPERTS, out)
 
 
-def down(grid: str, dtype: torch.dtype, k: int = K) -> launch.KernelLaunch:
+def down(grid, dtype, k=K):
     of = packed(grid, k=k)
     x, out = normal(4, k, dtype=dtype), unwritten(2, of.n, dtype=dtype)
     return launch.down(of, x, EXPERTS, normal(4), out)
 
 
-def blocks(bm: int, grid: str, dtype: torch.dtype, k: int = K) -> launch.KernelLaunch:
+def blocks(bm, grid, dtype, k=K):
     """All but 8 rows of a block, in buffers that nothing was in, one of no expert, a whole one, and
     a ragged one, the last rows of x. Rows before and between them are left alone."""
     of, m = packed(grid, k=k), 3 * bm
@@ -88,17 +88,17 @@ def blocks(bm: int, grid: str, dtype: torch.dtype, k: int = K) -> launch.KernelL
     return launch.blocks(of, codes if int8 else x, scale if int8 else None, which, out)
 
 
-def assign(_: torch.dtype) -> launch.KernelLaunch:
+def assign(_):
     counts = torch.tensor([0, 3, 0, 16, 17, 0, 40])
     return launch.assign(counts, launch.Blocks(16, *unwritten(3, 9, dtype=torch.int32)))
 
 
-def router(dtype: torch.dtype, k: int = 40) -> launch.KernelLaunch:
+def router(dtype, k=40):
     out = unwritten(2, k, dtype=torch.float32)
     return launch.router(normal(2, 600, dtype=dtype), normal(k, 600), out)
 
 
-def join(columns: int, _: torch.dtype, k: int | None = None) -> launch.KernelLaunch:
+def join(columns, _, k=None):
     k = k or columns - 1
     ids, joined = torch.arange(7 * k).int().view(7, k), unwritten(7, columns, dtype=torch.int32)
     out = unwritten(7, columns, dtype=torch.float32)
@@ -109,7 +109,7 @@ EXPERTS = torch.tensor([1, 0, 1, 1], dtype=torch.int32)
 ROUTING = {"assign": assign, "router": router} | {
     f"join-{columns}": partial(join, columns) for columns in (6, 9)
 }
-FORMS: dict[str, Form] = {}
+FORMS = {}
 for name, dtype in DTYPES.items():
     for grid in GRIDS:
         ways = {"gate_up": gate_up, "down": down} | ({} if grid == "int8" else {"rows": rows})
@@ -129,16 +129,16 @@ CASES = [
 
 
 @cache
-def lowered(form: str) -> str:
+def lowered(form):
     one = FORMS[form]()
     return lower(one.function, one.args, one.constants)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, str], str]:
+def compiled():
     """By target and form; what a pass refused is the text of why."""
 
-    def compile_(case: tuple[str, str], text: str) -> str:
+    def compile_(case, text):
         try:
             return bishengir.compiled(text, case[0])
         except bishengir.NotCompiled as why:
@@ -194,7 +194,7 @@ EXECUTED = [
 
 
 @pytest.fixture
-def few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_cores(monkeypatch):
     """Fewer programs than items, so that buffers are used again."""
     monkeypatch.setattr(launch, "cores", lambda device: (2, 2))
 
@@ -204,14 +204,14 @@ OTHERS = {"router": 10, "join-6": 8, "join-9": 16}
 masks."""
 
 
-def sizes(form: str) -> list[dict[str, int]]:
+def sizes(form):
     """A form's own, and others: of weights two spans, for a loop around three has its order by
     theirs."""
-    own: list[dict[str, int]] = [{}]
+    own = [{}]
     return own if form.startswith("assign") else [*own, {"k": OTHERS.get(form[:-5], 256)}]
 
 
-def run(text: str, form: str, **size: int) -> list[Tensor]:
+def run(text, form, **size):
     """What the last open form leaves in the operands."""
     one = FORMS[form](**size)
     hivm.execute(hivm.read(text), one.programs, one.args)
@@ -219,19 +219,19 @@ def run(text: str, form: str, **size: int) -> list[Tensor]:
 
 
 @cache
-def expected(form: str, **size: int) -> list[Tensor]:
+def expected(form, **size):
     """What the lowered kernel leaves there."""
     one = FORMS[form](**size)
     ascend_ir.execute(one.function, one.programs, one.args, one.constants)
     return [arg for arg in one.args if isinstance(arg, Tensor)]
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+def same(found, wanted):
     """To the bit, NaN too."""
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted))
 
 
-def right(text: str, form: str) -> bool:
+def right(text, form):
     """Whether it computes at every size what the lowered kernel does."""
     return all(same(run(text, form, **one), expected(form, **one)) for one in sizes(form))
 
@@ -270,7 +270,7 @@ def test_what_is_not_known_is_a_fault(compiled, few_cores):
             run(text.replace(known, other), "join-9-bf16")
 
 
-def innermost(lines: list[str]) -> Iterator[list[str]]:
+def innermost(lines):
     """The bodies of loops that hold no other."""
     for first, line in enumerate(lines):
         if "scf.for" in line:

@@ -2,8 +2,6 @@
 numbers of x and codes, scales of two bits, a factor that fp16 does not hold. So the result is
 float64's, rounded once where it is stored, to the bit."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from ascend import npu_double
@@ -11,32 +9,28 @@ from ascend.lowered.ascend_ir import execute
 from ascend.row_blocks import in_order
 from quantkit_kernels import Fp4, Int4, Int8, dequantize
 from quantkit_kernels.ascend import launch, layout
-from quantkit_kernels.weights import Weight
-from torch import Tensor
 
 FACTORS = (2.0**40, 2.0**-40)
 GRIDS = ("int4-32", "int4-128", "fp4")
 
 
 @pytest.fixture(autouse=True)
-def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_cores(monkeypatch):
     monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
     with npu_double.installed():
         yield
 
 
-def named(kernel: str) -> Callable[[str], str]:
+def named(kernel):
     """The kernel of a grid, by which mutants' tests are chosen."""
     return lambda grid: f"{grid.partition('-')[0]}_{kernel}-{grid}"
 
 
-def run(one: launch.KernelLaunch) -> None:
+def run(one):
     execute(one.function, one.programs, one.args, one.constants)
 
 
-def whole(
-    grid: str, n: int, k: int, factor: float, rng: torch.Generator, least: int = -8
-) -> Weight:
+def whole(grid, n, k, factor, rng, least=-8):
     """Codes from `least` on, scales of 1, 2 or 3 times the factor."""
     if grid == "fp4":
         codes = torch.randint(
@@ -58,14 +52,14 @@ def whole(
     return Int4(codes, torch.randint(1, 4, (n, groups), generator=rng) * factor, zero)
 
 
-def packed_of(weights: list[Weight]) -> layout.PackedTiles:
+def packed_of(weights):
     packed = layout.allocate(weights[0], len(weights), torch.device("cpu"))
     for index, weight in enumerate(weights):
         layout.place(packed, index, weight)
     return packed
 
 
-def times(x: Tensor, weight: Weight) -> Tensor:
+def times(x, weight):
     return x.double() @ dequantize(weight, torch.float64).T
 
 
@@ -73,7 +67,7 @@ LARGE = 2.0**17
 """Times a code more than fp16 holds."""
 
 
-def integers(rows: int, k: int, rng: torch.Generator, low: int = -4, high: int = 5) -> Tensor:
+def integers(rows, k, rng, low=-4, high=5):
     return torch.randint(low, high, (rows, k), generator=rng).bfloat16()
 
 
@@ -112,7 +106,7 @@ def test_blocks(grid, factor):
     assert torch.equal(out, (exact * by.double().unsqueeze(1)).bfloat16())
 
 
-def quantizable(rows: int, k: int, rng: torch.Generator) -> Tensor:
+def quantizable(rows, k, rng):
     """Rows of whole numbers whose largest is 127: their scale is 1, their codes are they."""
     x = integers(rows, k, rng, -100, 101)
     x[:, 3] = torch.where(torch.arange(rows) % 2 == 0, -127, 127)

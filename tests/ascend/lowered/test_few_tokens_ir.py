@@ -1,8 +1,6 @@
 """The kernels of few tokens, executed from their IR: fewer programs than items, experts in no
 order, operands at a guard page, fresh memory NaN, weights beyond 2 GiB, values no fp16 holds."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from ascend import npu_double
@@ -12,17 +10,16 @@ from kernel_weights import exact_experts, random_experts
 from quantkit_kernels import ascend
 from quantkit_kernels.ascend import launch, layout
 from quantkit_kernels.samples import distance, exact_expert
-from torch import Tensor
 
 CPU = torch.device("cpu")
 CANARY = 12345.0
 
 
 @pytest.fixture(autouse=True)
-def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch.KernelLaunch]]:
-    ran: list[launch.KernelLaunch] = []
+def few_cores(monkeypatch):
+    ran = []
 
-    def run(one: launch.KernelLaunch) -> None:
+    def run(one):
         ran.append(one)
         execute(one.function, one.programs, one.args, one.constants)
 
@@ -34,9 +31,7 @@ def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch.KernelLau
     torch.use_deterministic_algorithms(False)
 
 
-def placed(
-    grid: str, hidden: int, intermediate: int, count: int, seed: int = 6
-) -> tuple[ascend.AscendLayout, list[list[object]]]:
+def placed(grid, hidden, intermediate, count, seed=6):
     weights = random_experts(grid, count, hidden, intermediate, torch.Generator().manual_seed(seed))
     made = ascend.experts_layout(count, weights[0][0], weights[2][0], torch.bfloat16, CPU)
     for index in reversed(range(count)):
@@ -49,8 +44,6 @@ def test_what_is_not_theirs_stays(grid):
     """Nothing is written behind the outputs, and hidden sizes need not be whole tiles."""
     made, weights = placed(grid, 128 * 3, 128, 3)
     gate_up, down = made._gate_up, made._down
-    assert gate_up is not None
-    assert down is not None
     rng, ids = torch.Generator().manual_seed(2), torch.tensor([2, 0, 1, 2], dtype=torch.int32)
     x, share = torch.randn(2, 384, generator=rng).bfloat16(), torch.rand(4, generator=rng)
     memory = torch.full((6, 128), CANARY).bfloat16()
@@ -79,7 +72,6 @@ def test_offsets_past_two_gib(grid):
     made, weights = placed(grid, 256, 128, 1)
     ends = []
     for small in (made._gate_up, made._down):
-        assert small is not None
         count = (1 << 31) // small.tensors[0].numel() + 3
         tensors = tuple(sparse(count, one) for one in small.tensors)
         for room, one in zip(tensors, small.tensors):
@@ -140,7 +132,7 @@ def test_join(tokens, top_k, joined):
 def test_the_canary_is_seen(few_cores):
     """A launch with an item too many ends at the guard page or writes over what is behind: tests
     above would see it."""
-    memory: Tensor = torch.full((2, 16), CANARY)
+    memory = torch.full((2, 16), CANARY)
     one = launch.router(torch.randn(1, 256).bfloat16(), torch.randn(16, 256), memory[:1])
     args = (*one.args[:3], 2, *one.args[4:])
     with pytest.raises(AssertionError):

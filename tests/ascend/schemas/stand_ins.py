@@ -25,7 +25,7 @@ LIBRARIES = (
 CANN_FUNCTION = re.compile(r"^(acl|rt[A-Z]|Msprof)\w+$")
 
 
-def undefined(library: Path) -> set[str]:
+def undefined(library):
     """The functions of CANN that a library expects from others."""
     listing = subprocess.run(
         ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
@@ -33,7 +33,7 @@ def undefined(library: Path) -> set[str]:
     return {name for line in listing.splitlines() if CANN_FUNCTION.match(name := line.split()[-1])}
 
 
-def main() -> None:
+def main():
     libraries = [
         Path(str(file.locate())) for file in files("torch_npu") or [] if file.suffix == ".so"
     ]

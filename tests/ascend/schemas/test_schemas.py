@@ -15,14 +15,13 @@ from ascend.test_rule_bounds import BOUNDS, read
 from quantkit_kernels import accelerator
 from quantkit_kernels.torch_npu import NEEDS, calls
 from quantkit_kernels.torch_npu.rules import RULES
-from torch import Tensor
 from torch_npu.npu._npugraph_handlers.npugraph_handler import _NPU_GRAPH_OP_HANDLERS
 
 META = torch.device("meta")
 WITHOUT_META = {"npu_format_cast"}
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 

@@ -15,7 +15,7 @@ STAND_INS = ("libascendcl.so", "libhccl.so", "libacl_op_compiler.so", "libge_run
 
 
 @pytest.fixture(scope="module")
-def without_cann(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def without_cann(tmp_path_factory):
     """The environment of a process that finds torch_npu without its stand-ins of CANN."""
     folder = tmp_path_factory.mktemp("site")
     source = Path(torch_npu.__file__).parent

@@ -16,7 +16,6 @@ _TENSORS = {f"m.{name}": golden.tensor(_VECTORS[name]) for name in ("qweight", "
 
 def test_unpacks_autoawqs_bytes():
     weight = FORMAT.unpack("m", _TENSORS)
-    assert isinstance(weight, IntWeight)
     assert torch.equal(weight.codes.int() + 8, golden.tensor(_VECTORS["int_weight_in_out"]).T)
     assert torch.equal(weight.zero_point.int() + 8, golden.tensor(_VECTORS["int_zero_group_out"]).T)
     assert torch.equal(
@@ -29,7 +28,6 @@ def test_both_ways_with_vectors_made_by_the_judge():
     vectors = golden.load("autoawq_packer")
     tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
     weight = FORMAT.unpack("m", tensors)
-    assert isinstance(weight, IntWeight)
     assert torch.equal(weight.codes, golden.tensor(vectors["codes"]).view(torch.int8))
     assert torch.equal(weight.scale, golden.tensor(vectors["scale"]))
     packed = FORMAT.pack("m", weight)

@@ -61,7 +61,6 @@ def check(checkpoint, expected):
             module
         )
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
-    assert ignored is not None
     assert ignored(PLAIN)
 
 
@@ -183,7 +182,6 @@ def test_integers_a_byte_each_are_read_in_groups_and_with_zero_points(bits, tmp_
     """As llm-compressor writes W4A8 and W4AFP8."""
     grid = IntGrid(bits, 64, symmetric=False)
     meant = weight(compressed_int8.FORMAT, grid)
-    assert meant.zero_point is not None
     tensors = {
         f"{A}.weight": meant.codes,
         f"{A}.weight_scale": meant.scale,

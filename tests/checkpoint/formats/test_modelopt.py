@@ -10,7 +10,7 @@ from nearest import quantize_fp4
 
 from quantkit.checkpoint.formats.modelopt import FORMAT, W4A4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
+from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import SCHEMES
 
 
@@ -19,7 +19,6 @@ def test_both_ways_with_vectors_made_by_the_judge():
     vectors = golden.load("modelopt_packer")
     tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
     weight = FORMAT.unpack("m", tensors)
-    assert isinstance(weight, Nvfp4Weight)
     packed = FORMAT.pack("m", weight)
     assert all(
         torch.equal(packed[name].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8))
@@ -36,7 +35,6 @@ def test_scales_declared_as_uint8_are_read():
     tensors["m.weight_scale"] = tensors["m.weight_scale"].view(torch.uint8)
     tensors["m.weight_scale_2"] = tensors["m.weight_scale_2"].reshape(1, 1)
     again = FORMAT.unpack("m", tensors)
-    assert isinstance(again, Nvfp4Weight)
     assert torch.equal(again.scale.float(), weight.scale.float())
 
 
@@ -92,7 +90,6 @@ def test_rounded_inputs_are_described_in_words(tmp_path):
     module = f"{make_quantized.LAYER}.self_attn.o_proj"
     weight = checkpoint.weight(module)
     assert f"{module}.input_scale" in checkpoint.parts(module)
-    assert isinstance(weight, Nvfp4Weight)
     assert weight.input_divisor is None
 
 
@@ -107,7 +104,6 @@ def test_nvidias_wildcards():
             }
         },
     )
-    assert ignored is not None
     assert ignored("lm_head")
     assert ignored("model.layers.7.self_attn.q_a_proj")
     assert ignored("model.layers.61.mlp.experts.0.up_proj")

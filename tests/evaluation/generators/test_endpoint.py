@@ -23,7 +23,7 @@ def ask(
     parameters=None,
     **options,
 ):
-    endpoint = Endpoint(server.url, backoff_s=0.01, **options)  # type: ignore[arg-type]
+    endpoint = Endpoint(server.url, backoff_s=0.01, **options)
     return sorted(
         endpoint.generate(prompts, parameters or Generation()),
         key=lambda completion: completion.index,

@@ -125,7 +125,6 @@ def test_the_files_of_a_split_are_loaded_and_kept(hub, tmp_path, monkeypatch):
     assert read.rows == GSM8K
     assert read.sha256 == sha(FILES["openai/gsm8k"]["main/test-00000-of-00001.parquet"])
     assert read.origin.endswith(f"gsm8k (test) of {hub}")
-    assert gsm8k.shots is not None
     assert read_rows("gsm8k", gsm8k.shots, None).rows == GSM8K * 2
     assert read_rows("math_500", find_task("math_500").data, None).rows[0]["answer"] == "2"
     assert read_rows("ifeval", find_task("ifeval").data, None).rows == [{"key": 1}]
@@ -143,7 +142,6 @@ def test_what_is_not_as_listed_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(Hubs, "damaged", True)
     with pytest.raises(QuantkitError, match="checksum differs"):
         read_rows("gsm8k", source, None)
-    assert source.hub is not None
     lacking = source.model_copy(update={"hub": source.hub | {"split": "validation"}})
     with pytest.raises(QuantkitError, match="has no files of"):
         read_rows("gsm8k", lacking, None)

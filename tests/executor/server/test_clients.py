@@ -298,8 +298,6 @@ def test_echo_and_the_log_probabilities_of_prompts(client, peer):
     ids = peer.tokenizer.encode(prompt)
     params = SamplingParams(max_new_tokens=1, logprobs=1, prompt_logprobs=1)
     (expected,) = peer.generate([ids], params)
-    assert expected.prompt_logprobs is not None
-    assert expected.logprobs is not None
     scores = [None, *(one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs])]
     asked = {"model": "tiny", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
     choice = client.completions.create(prompt=ids, **asked).choices[0]

@@ -7,21 +7,19 @@ computed, and a weight that went through one would not come out right.
 """
 
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 
 class _Nothing(type):
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         setattr(cls, name, _named(name))  # the same one whenever it is asked for
         return cls.__dict__[name]
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args, **kwargs):
         if (
             len(args) == 1
             and not kwargs
@@ -31,27 +29,27 @@ class _Nothing(type):
             return args[0]
         return _named(cls.__name__)
 
-    def __getitem__(cls, key: object) -> Any:
+    def __getitem__(cls, key):
         return cls
 
-    def __or__(cls, other: object) -> Any:
+    def __or__(cls, other):
         return cls
 
     __ror__ = __or__
 
-    def __iter__(cls) -> Any:
+    def __iter__(cls):
         return iter(())
 
-    def __bool__(cls) -> bool:
+    def __bool__(cls):
         return False
 
 
-def _named(name: str) -> Any:
+def _named(name):
     return _Nothing(name, (), {})
 
 
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         setattr(self, name, _named(name))
@@ -59,21 +57,21 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def __init__(self, packages: Sequence[str]) -> None:
+    def __init__(self, packages):
         self.packages = packages
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname, path=None, target=None):
         inside = any(
             fullname == package or fullname.startswith(f"{package}.") for package in self.packages
         )
         return ModuleSpec(fullname, self, is_package=True) if inside else None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec):
         return _Module(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         module.__version__ = "0.0.0"
 
 
-def absent(*packages: str) -> None:
+def absent(*packages):
     sys.meta_path.insert(0, _Finder(packages))

@@ -6,9 +6,7 @@ the dtype that the engine holds. A rank's piece must be that rank's share: by th
 the whole tensor where the engine keeps it whole.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.nvfp4 import Nvfp4Weight
 from quantkit.models import find_architecture
 from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
-from quantkit.models.table import Parameter
 
 Pieces = dict[str, Tensor]
 
@@ -30,7 +27,7 @@ class Rank:
     of: int
 
 
-def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[str]:
+def faults(path, pieces, rank, unread):
     """One line for each tensor of the checkpoint that the engine lacks or holds differently, each
     that no parameter took, and each piece
     beyond them. unread: tensors that were written nowhere by name; those of a weight that came out
@@ -40,9 +37,9 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
     rows = architecture.parameters(config)
-    found: list[str] = []
-    known: set[str] = set()
-    right: set[str] = set()
+    found = []
+    known = set()
+    right = set()
     for name, stored in (
         cache_scale_specs(config.cache, rows).items() if supports_cache_scales(config.cache) else ()
     ):
@@ -81,7 +78,7 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
     ]
 
 
-def _different_steps(ours: Tensor, theirs: Tensor | None, rank: Rank) -> str | None:
+def _different_steps(ours, theirs, rank):
     """ours: a step, or those of all heads' channels, of which a rank holds its heads'."""
     if theirs is None:
         return "steps of the cache are nowhere in the engine"
@@ -98,10 +95,9 @@ def _different_steps(ours: Tensor, theirs: Tensor | None, rank: Rank) -> str | N
 KINDS = ("value", "codes", "zero", "scale", "global", "scale_bias")
 
 
-def _different(checkpoint: Checkpoint, row: Parameter, held: Pieces, rank: Rank) -> Iterator[str]:
+def _different(checkpoint, row, held, rank):
     if row.module not in checkpoint.linears:
         name = row.name if checkpoint.has(row.name) else row.other_name
-        assert name is not None
         ours = {"value": checkpoint.read(name)}
     else:
         weight = checkpoint.weight(row.module)
@@ -138,11 +134,11 @@ def _different(checkpoint: Checkpoint, row: Parameter, held: Pieces, rank: Rank)
             yield "scale_bias is not 8 times the sum of codes and scale"
 
 
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
+def _equal(ours, theirs):
     return ours.shape == theirs.shape and torch.equal(ours.to(theirs.dtype), theirs)
 
 
-def _share(whole: Tensor, piece: Tensor, row: Parameter, rank: Rank) -> Tensor:
+def _share(whole, piece, row, rank):
     """The part of `whole` that the rank should hold, cut as large as the piece is. Fewer parts than
     ranks: neighbours share one."""
     table = row.role in (

@@ -2,11 +2,10 @@
 parameters mean that vLLM and SGLang, whose methods are of one origin, make for it."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from pieces import AWQ_ORDER, Pieces, e2m1_along_last, linear_names, unsigned_along_last
-from torch import Tensor, nn
+from pieces import AWQ_ORDER, e2m1_along_last, linear_names, unsigned_along_last
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 HOPPER = SimpleNamespace(
@@ -24,9 +23,7 @@ HOPPER = SimpleNamespace(
 class OnTheCpu(TorchFunctionMode):
     """Whatever asks for a tensor on the GPU gets it on the CPU."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             kwargs["device"] = "cpu"
@@ -55,7 +52,7 @@ torch.cuda.Stream = torch.cuda.Event = type("Nothing", (), {"__init__": lambda *
 torch.cuda.current_stream = lambda *_: torch.cuda.Stream()
 
 
-def linear(name: str, module: nn.Module, config: Any, bits: int = 4) -> Pieces:
+def linear(name, module, config, bits=4):
     held = dict(module.named_parameters(recurse=False))
     bias = held.pop("bias", None)
     parts = linear_parts(held, bits)
@@ -63,7 +60,7 @@ def linear(name: str, module: nn.Module, config: Any, bits: int = 4) -> Pieces:
     sizes = getattr(module, "output_partition_sizes", None) or [rows]
     if len(sizes) < len(names):  # a replicated linear that two were joined to
         sizes = [config.q_lora_rank, rows - config.q_lora_rank]
-    found: Pieces = (
+    found = (
         {}
         if bias is None
         else {
@@ -76,7 +73,7 @@ def linear(name: str, module: nn.Module, config: Any, bits: int = 4) -> Pieces:
     return found
 
 
-def linear_parts(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+def linear_parts(held, bits):
     """Parts [N, ...] of a linear, or [E, N, ...] of vLLM's experts, by the parameters that its method made."""
     if "qweight" in held:  # AWQ: [K, N / 8]
         codes, zeros = (
@@ -92,7 +89,7 @@ def linear_parts(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
     return _other_parts(held, "weight_global_scale")
 
 
-def expert_parts(held: dict[str, Tensor], bits: int = 4) -> dict[str, Tensor]:
+def expert_parts(held, bits=4):
     """The same of all experts, [E, N, ...]; 4-bit integers lie transposed, as Marlin's repacking
     takes them."""
     if "qweight" in held:
@@ -112,7 +109,7 @@ def expert_parts(held: dict[str, Tensor], bits: int = 4) -> dict[str, Tensor]:
     return _other_parts(held, "weight_global_scale")
 
 
-def _other_parts(held: dict[str, Tensor], divisor: str) -> dict[str, Tensor]:
+def _other_parts(held, divisor):
     """FP4 of either format, whose global scale one keeps as a divisor; int8; or a weight in 16
     bits."""
     if "weight_packed" in held:

@@ -17,11 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -37,7 +35,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import awq
-from quantkit.engines.profiles import Device, FormatChoice, LoadRule, choose, find_engine
+from quantkit.engines.profiles import Device, choose, find_engine
 from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
@@ -50,7 +48,7 @@ MODELS = {
     "qwen3": {**DENSE["qwen3"], **WIDTHS, "num_attention_heads": 8},
 }
 RANKS = (Rank(0, 4), Rank(3, 4))
-DEVICES: dict[str, tuple[Device, ...]] = {
+DEVICES = {
     "vllm": ("cuda",),
     "vllm-ascend": ("npu",),
     "sglang": ("cuda",),
@@ -70,19 +68,19 @@ class Case:
     """Whether the engine loads it by quantkit's plugin alone."""
 
     @property
-    def name(self) -> str:
+    def name(self):
         by = ", by the plugin" if self.plugin else ""
         return f"{self.engine} {self.device}, {self.scheme} {self.format}, {self.model}{by}"
 
     @property
-    def kind(self) -> tuple[str, str, str, str, bool]:
+    def kind(self):
         return self.engine, self.device, self.scheme, self.format, self.plugin
 
     @property
-    def chosen(self) -> FormatChoice:
+    def chosen(self):
         return choose(self.engine, find_scheme(self.scheme), device=self.device, format=self.format)
 
-    def written(self, directory: Path) -> Path:
+    def written(self, directory):
         way = f"{self.engine}-plugin" if self.plugin else self.engine
         return directory / f"{self.model}-{way}-{self.device}-{self.scheme}-{self.format}"
 
@@ -126,7 +124,7 @@ UNUSED = {
 }
 
 
-def cases(engine: str) -> Iterator[Case]:
+def cases(engine):
     for device in DEVICES[engine]:
         for scheme, format in SCHEMES:
             if not any(
@@ -147,12 +145,12 @@ def cases(engine: str) -> Iterator[Case]:
             yield Case(engine, "npu", scheme, format, model, plugin=True)
 
 
-def _holds(load: LoadRule, scheme: str) -> bool:
+def _holds(load, scheme):
     wanted = find_scheme(scheme).weight.engine_name
     return wanted in load.grids or (wanted == "int4-asymmetric" and "int4-symmetric" in load.grids)
 
 
-def write(case: Case, directory: Path) -> Path:
+def write(case, directory):
     source, out = directory / f"{case.model}-source", case.written(directory)
     if not source.exists():
         write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
@@ -170,7 +168,7 @@ def write(case: Case, directory: Path) -> Path:
     return out
 
 
-def quantize_kv_b(path: Path) -> None:
+def quantize_kv_b(path):
     """As AutoAWQ has W_UK and W_UV, and quantkit has not: in int4 too."""
     rng = torch.Generator().manual_seed(0)
     for shard in path.glob("*.safetensors"):
@@ -190,7 +188,7 @@ def quantize_kv_b(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def damaged(path: Path, damage: str, name: str) -> Path:
+def damaged(path, damage, name):
     """A copy of the checkpoint with a fault in one tensor."""
     copy = shutil.copytree(path, path.with_name(f"{path.name}-{damage}-{name}"), dirs_exist_ok=True)
     (copy / "model.safetensors.index.json").unlink(missing_ok=True)
@@ -210,7 +208,7 @@ def damaged(path: Path, damage: str, name: str) -> Path:
     return copy
 
 
-def job(case: Case, path: Path, rank: Rank) -> dict[str, Any]:
+def job(case, path, rank):
     launch = () if case.plugin else case.chosen.rule.launch
     asked = dict(zip(launch[::2], launch[1::2])).get("--quantization")
     out = path.with_name(f"{path.name}.rank{rank.number}")
@@ -225,7 +223,7 @@ def job(case: Case, path: Path, rank: Rank) -> dict[str, Any]:
     }
 
 
-def run(engine: str, python: str, jobs: list[dict[str, Any]]) -> None:
+def run(engine, python, jobs):
     loader = HERE / f"{engine.replace('-', '_')}_loader.py"
     for device in sorted({job["device"] for job in jobs}):
         asked = json.dumps([job for job in jobs if job["device"] == device])
@@ -240,7 +238,7 @@ def run(engine: str, python: str, jobs: list[dict[str, Any]]) -> None:
             )
 
 
-def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
+def verdict(engine, job, judged):
     """What is wrong with what the engine loaded, held against the checkpoint at `judged`."""
     told = json.loads(Path(job["out"] + ".json").read_text())
     if "error" in told:
@@ -259,7 +257,7 @@ def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
     return found + faults(judged, pieces, Rank(job["rank"], job["of"]), told["unread"])
 
 
-def targets(path: Path) -> list[tuple[str, str]]:
+def targets(path):
     """What to damage, and how: each tensor that one expert's weight is stored as."""
     tensors = {
         name: tensor
@@ -285,15 +283,13 @@ def targets(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-def judge(
-    engine: str, python: str, directory: Path, asked: list[Case]
-) -> dict[tuple[Case, Rank], bool]:
+def judge(engine, python, directory, asked):
     """Whether each case was loaded right, by rank."""
     whole = {
         (case, rank): job(case, write(case, directory), rank) for case in asked for rank in RANKS
     }
     run(engine, python, list(whole.values()))
-    right: dict[tuple[Case, Rank], bool] = {}
+    right = {}
     for (case, rank), asked_of in whole.items():
         found = verdict(engine, asked_of, case.written(directory))
         right[case, rank] = not found
@@ -305,9 +301,7 @@ def judge(
     return right
 
 
-def controls(
-    engine: str, python: str, directory: Path, asked: list[Case]
-) -> dict[tuple[Case, str], bool]:
+def controls(engine, python, directory, asked):
     """Whether each fault that was made in a checkpoint of each format was found: in every tensor of
     one expert's weight."""
     tried = {
@@ -319,7 +313,7 @@ def controls(
         for name, damage in targets(case.written(directory))
     }
     run(engine, python, list(tried.values()))
-    found: dict[tuple[Case, str], bool] = {}
+    found = {}
     for (case, damage), asked_of in tried.items():
         said = verdict(engine, asked_of, case.written(directory))
         found[case, damage] = bool(said)
@@ -331,9 +325,7 @@ def controls(
     return found
 
 
-def summed(
-    right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], bool]
-) -> list[dict[str, Any]]:
+def summed(right, found):
     """The result file's entries: one for each format on one grid that the engine loads by itself."""
     entries = []
     for key in dict.fromkeys(case.kind for case, _ in right if not case.plugin):
@@ -361,7 +353,7 @@ def summed(
     return entries
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -374,8 +366,8 @@ def main() -> int:
     add("--cases", default="", help="regular expression of names")
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
-    entries: list[dict[str, Any]] = []
-    passed: list[bool] = []
+    entries = []
+    passed = []
     for engine in DEVICES:
         python = getattr(asked, engine.replace("-", "_"))
         if python:

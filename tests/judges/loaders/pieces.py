@@ -11,13 +11,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 Pieces = dict[str, Tensor]
 FUSED = {
@@ -31,20 +29,20 @@ E2M1 = torch.tensor(
 )
 
 
-def linear_names(name: str) -> list[str]:
+def linear_names(name):
     """The checkpoint's modules in an engine's linear, in the order of its rows."""
     parent, _, own = name.rpartition(".")
     return [f"{parent}.{part}" for part in FUSED[own]] if own in FUSED else [name]
 
 
-def int4_along_last(words: Tensor) -> Tensor:
+def int4_along_last(words):
     """int32 [..., n] to int8 [..., 8 n]: eight codes a word, the first in the low bits, two's
     complement."""
     nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
     return torch.where(nibbles > 7, nibbles - 16, nibbles).flatten(-2).to(torch.int8)
 
 
-def unsigned_along_last(words: Tensor, order: tuple[int, ...] = (), bits: int = 4) -> Tensor:
+def unsigned_along_last(words, order=(), bits=4):
     """int32 [..., n] to int8 [..., 32 n / bits], made signed: those from the low bits up are
     numbers `order` of a word's codes."""
     fields = words.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)
@@ -57,12 +55,12 @@ def unsigned_along_last(words: Tensor, order: tuple[int, ...] = (), bits: int = 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def e2m1_along_last(pairs: Tensor) -> Tensor:
+def e2m1_along_last(pairs):
     """uint8 [..., n] to the values [..., 2 n], the first of two in the low bits."""
     return E2M1[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).long()]
 
 
-def plain_pieces(name: str, module: nn.Module) -> Pieces:
+def plain_pieces(name, module):
     own = dict(module.named_parameters(recurse=False))
     return {
         f"{name}.{key}".removesuffix(".weight").lstrip(".") + "|value": value
@@ -70,9 +68,9 @@ def plain_pieces(name: str, module: nn.Module) -> Pieces:
     }
 
 
-def expert_pieces(name: str, w13: dict[str, Tensor], w2: dict[str, Tensor]) -> Pieces:
+def expert_pieces(name, w13, w2):
     """Parts [E, N, ...] of all experts; gate before up."""
-    found: Pieces = {}
+    found = {}
     for kind, tensor in w13.items():
         for expert, both in enumerate(tensor):
             gate, up = both.chunk(2) if both.dim() else (both, both)
@@ -86,9 +84,9 @@ def expert_pieces(name: str, w13: dict[str, Tensor], w2: dict[str, Tensor]) -> P
 
 
 def run_forked(
-    jobs: list[dict[str, Any]],
-    load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]],
-) -> None:
+    jobs,
+    load,
+):
     """Each job in a process of its own, forked after everything was imported: engines keep a
     model's settings in globals."""
     for job in jobs:
@@ -103,9 +101,7 @@ def run_forked(
             Path(job["out"] + ".json").write_text(json.dumps({"error": "the process ended"}))
 
 
-def _run(
-    job: dict[str, Any], load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]]
-) -> None:
+def _run(job, load):
     gc.disable()
     try:
         told, found = load(job)

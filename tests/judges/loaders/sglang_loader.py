@@ -16,7 +16,6 @@ import re
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -37,7 +36,6 @@ ABSENT += (
 absent(*ABSENT.split())
 import torch.distributed as dist
 from hopper import OnTheCpu, expert_parts, linear
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NEXTN = re.compile(r"^model\.(decoder\.|(?=enorm|hnorm|eh_proj|shared_head))")
@@ -48,15 +46,15 @@ class AtOnce:
     """An executor whose calls run where they are submitted: what is written is seen with the tensor
     that it was read from."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_, **__): ...
 
-    def __enter__(self) -> "AtOnce":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_): ...
 
-    def submit(self, function: Any, *args: Any, **kwargs: Any) -> "Future[Any]":
-        done: Future[Any] = Future()
+    def submit(self, function, *args, **kwargs):
+        done = Future()
         done.set_result(function(*args, **kwargs))
         return done
 
@@ -66,7 +64,7 @@ import sglang.srt.models.deepseek_nextn
 import sglang.srt.models.deepseek_v2
 import sglang.srt.models.qwen3
 import sglang.srt.models.qwen3_moe  # noqa: F401
-from pieces import Pieces, expert_pieces, plain_pieces, run_forked
+from pieces import expert_pieces, plain_pieces, run_forked
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -86,7 +84,7 @@ from sglang.srt.server_args import ServerArgs
 from watched import Loads
 
 
-def start(job: dict[str, Any], **options: Any) -> ServerArgs:
+def start(job, **options):
     args = ServerArgs(
         model_path=job["path"],
         tp_size=job["of"],
@@ -119,11 +117,11 @@ def start(job: dict[str, Any], **options: Any) -> ServerArgs:
     return args
 
 
-def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
-    found: Pieces = {}
+def load(job):
+    found = {}
     loads = Loads()
 
-    def load_and_tell(model: nn.Module, weights: Any, target_device: Any) -> None:
+    def load_and_tell(model, weights, target_device):
         # Of the MTP layer, which gets the model's own.
         shared = ("model.embed_tokens.weight", "lm_head.weight") if found else ()
         loads.watch(model, lambda reading: model.load_weights(reading(weights)), shared)
@@ -145,8 +143,8 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
     return loads.told(), {NEXTN.sub(f"{mtp}.", name): piece for name, piece in found.items()}
 
 
-def pieces_of(model: nn.Module) -> Pieces:
-    found: Pieces = {}
+def pieces_of(model):
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
             held = {key: value for key, value in module.named_parameters(recurse=False)}
@@ -166,7 +164,7 @@ def pieces_of(model: nn.Module) -> Pieces:
     return found
 
 
-def main() -> None:
+def main():
     deepseek_weights.concurrent.futures.ThreadPoolExecutor = AtOnce
     run_forked(json.load(sys.stdin), load)
 

@@ -18,7 +18,6 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -39,8 +38,8 @@ import torch
 import torch.distributed as dist
 import torch_npu
 from pangu_config import PanguConfig
-from pieces import Pieces, expert_pieces, int4_along_last, linear_names, plain_pieces
-from torch import Tensor, nn
+from pieces import expert_pieces, int4_along_last, linear_names, plain_pieces
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 from vllm.config import set_current_vllm_config
@@ -55,7 +54,7 @@ from vllm.platforms import current_platform
 from watched import Loads
 
 
-def stand_in() -> None:
+def stand_in():
     """What asks a device, or another rank, answers for a CPU and for nobody."""
     torch.npu.current_device = lambda: torch.device("cpu")
     torch.npu.set_device = torch.npu.synchronize = torch.npu.empty_cache = lambda *_: None
@@ -76,7 +75,7 @@ def stand_in() -> None:
     type(current_platform).set_device = classmethod(lambda *_: None)
 
 
-def pack_int4(codes: Tensor) -> Tensor:
+def pack_int4(codes):
     """int32 [..., 8 n] to [..., n]: eight codes a word, the first in the low bits, two's
     complement."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
@@ -84,7 +83,7 @@ def pack_int4(codes: Tensor) -> Tensor:
     return nibbles.sum(-1).to(torch.int32)
 
 
-def start(config: Any, rank: int, of: int) -> None:
+def start(config, rank, of):
     """What NPUWorker does before it loads."""
     from vllm_ascend import ops
     from vllm_ascend.ascend_config import init_ascend_config
@@ -103,7 +102,7 @@ def start(config: Any, rank: int, of: int) -> None:
     ]
 
 
-def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
+def load(job):
     if job["plugin"]:
         os.environ["VLLM_PLUGINS"] = "ascend,quantkit_ascend"
     has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get(
@@ -123,7 +122,7 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
     config.device_config.device = torch.device("cpu")
     loads = Loads()
     loads.watch_vllm(DefaultModelLoader)
-    found: Pieces = {}
+    found = {}
     with set_current_vllm_config(config):
         start(config, job["rank"], job["of"])
         found |= pieces_of(get_model(vllm_config=config))
@@ -134,14 +133,14 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
     return loads.told(), found
 
 
-def draft_pieces(config: Any) -> Pieces:
+def draft_pieces(config):
     speculative = config.speculative_config
     model = get_model(vllm_config=config, model_config=speculative.draft_model_config)
     return {name.replace(".mtp_block", ""): tensor for name, tensor in pieces_of(model).items()}
 
 
-def pieces_of(model: nn.Module) -> Pieces:
-    found: Pieces = {}
+def pieces_of(model):
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
             found |= expert_pieces(name, *experts(module))
@@ -161,7 +160,7 @@ def pieces_of(model: nn.Module) -> Pieces:
     return found
 
 
-def cache_steps(attention: str, module: nn.Module) -> Pieces:
+def cache_steps(attention, module):
     """Of an int8 cache, as the rank's attention uses them: a latent's, or those of its heads'
     channels."""
     if hasattr(module, "fak_descale_float"):
@@ -175,7 +174,7 @@ def cache_steps(attention: str, module: nn.Module) -> Pieces:
     }
 
 
-def scheme_of(module: nn.Module) -> str | None:
+def scheme_of(module):
     method = module.quant_method
     scheme = (
         method
@@ -185,7 +184,7 @@ def scheme_of(module: nn.Module) -> str | None:
     return None if scheme is None else type(scheme).__name__
 
 
-def linear(name: str, module: LinearBase) -> Pieces:
+def linear(name, module):
     sizes = getattr(module, "output_partition_sizes", None) or [module.weight.shape[0]]
     method = scheme_of(module)
     if method is None:
@@ -199,7 +198,7 @@ def linear(name: str, module: LinearBase) -> Pieces:
     else:
         assert method == "AscendW8A8DynamicLinearMethod", method
         parts = {"codes": module.weight.T, "scale": module.weight_scale.reshape(-1, 1)}
-    found: Pieces = {}
+    found = {}
     for kind, tensor in parts.items():
         for own, piece in zip(
             linear_names(name), tensor.split(sizes) if len(sizes) > 1 else [tensor], strict=True
@@ -216,7 +215,7 @@ def linear(name: str, module: LinearBase) -> Pieces:
     )
 
 
-def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def experts(module):
     """Of w13 and w2, each part [E, N, ...]."""
     match scheme_of(module):
         case None:
@@ -242,7 +241,7 @@ def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             raise TypeError(other)
 
 
-def _w4a16(module: FusedMoE, side: str, method: str) -> dict[str, Tensor]:
+def _w4a16(module, side, method):
     offset = getattr(module, f"{side}_weight_offset")
     found = {
         "codes": int4_along_last(getattr(module, f"{side}_weight_packed")).transpose(1, 2),
@@ -254,7 +253,7 @@ def _w4a16(module: FusedMoE, side: str, method: str) -> dict[str, Tensor]:
     return found
 
 
-def _w4a8(module: FusedMoE, side: str) -> dict[str, Tensor]:
+def _w4a8(module, side):
     """The scale is a float32's bits in an int64; scale_bias is what the kernel takes off again."""
     codes = int4_along_last(getattr(module, f"{side}_weight")).transpose(1, 2)
     scale = (
@@ -270,7 +269,7 @@ def _w4a8(module: FusedMoE, side: str) -> dict[str, Tensor]:
     }
 
 
-def main() -> None:
+def main():
     from pieces import run_forked
     from vllm_ascend.utils import adapt_patch
 

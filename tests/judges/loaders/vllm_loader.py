@@ -12,7 +12,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -43,14 +42,13 @@ absent(
 import torch
 import torch.distributed as dist
 from hopper import OnTheCpu, expert_parts, linear, linear_parts
-from pieces import Pieces, expert_pieces, plain_pieces, run_forked
-from torch import nn
+from pieces import expert_pieces, plain_pieces, run_forked
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _operator = torch._ops._OpNamespace.__getattr__
 
 
-def operator(namespace: Any, name: str) -> Any:
+def operator(namespace, name):
     """Of those that vLLM compiles: what a Hopper GPU supports is asked while loading, and no more."""
     if namespace.name == "_C" and "support" in name:
         return lambda *_: True
@@ -72,17 +70,17 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from watched import Loads
 
 
-def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
+def load(job):
     about = json.loads((Path(job["path"]) / "config.json").read_text())
     torch._ops._OpNamespace.__getattr__ = lambda own, name: (
         (lambda *_: True) if own.name in ("_C", "_moe_C") else _operator(own, name)
     )
     torch.accelerator.empty_cache = torch.accelerator.max_memory_allocated = lambda: 0
     draft = {"method": "mtp", "num_speculative_tokens": 1}
-    found: Pieces = {}
+    found = {}
     loads = Loads()
 
-    def tell(model: nn.Module) -> None:
+    def tell(model):
         for name, piece in pieces_of(model).items():
             found.setdefault(name.replace(".mtp_block", ""), piece.clone())
 
@@ -123,8 +121,8 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
     return loads.told(), found
 
 
-def pieces_of(model: nn.Module) -> Pieces:
-    found: Pieces = {}
+def pieces_of(model):
+    found = {}
     for name, module in model.named_modules():
         held = dict(module.named_parameters(recurse=False))
         if any(key.startswith("w13_") for key in held):

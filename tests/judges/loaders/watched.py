@@ -6,12 +6,10 @@ loads.watch(model, lambda reading: load(reading(tensors)))  # (name, tensor), as
 loads.told()
 """
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -19,12 +17,12 @@ class Watch(TorchDispatchMode):
     """A parameter is written where an operator with an output argument wrote it, element by
     element."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
-        self.name: str | None = None
-        self.read: set[str] = set()
-        self.used: set[str] = set()
-        self.written: dict[int, Tensor] = {}
+        self.name = None
+        self.read = set()
+        self.used = set()
+        self.written = {}
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         for parameter in self.parameters.values():
             storage = parameter.untyped_storage()
@@ -32,7 +30,7 @@ class Watch(TorchDispatchMode):
                 storage.nbytes() // parameter.element_size(), dtype=torch.bool
             )
 
-    def reading(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def reading(self, tensors):
         for (
             self.name,
             tensor,
@@ -41,9 +39,7 @@ class Watch(TorchDispatchMode):
             yield self.name, tensor
         self.name = None
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         for argument, value in zip(operator._schema.arguments, args):
             if (
@@ -54,14 +50,14 @@ class Watch(TorchDispatchMode):
                 self._mark(value)
         return result
 
-    def _mark(self, target: Tensor) -> None:
+    def _mark(self, target):
         written = self.written.get(target.untyped_storage().data_ptr())
         if written is not None:
             written.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(True)
             if self.name is not None:
                 self.used.add(self.name)
 
-    def untouched(self) -> list[str]:
+    def untouched(self):
         """Parameters of which some element was never written."""
         found = []
         for name, parameter in self.parameters.items():
@@ -89,9 +85,7 @@ class Loads:
     used: set[str] = field(default_factory=set)
     untouched: list[str] = field(default_factory=list)
 
-    def watch(
-        self, model: nn.Module, load: Callable[[Any], object], shared: tuple[str, ...] = ()
-    ) -> None:
+    def watch(self, model, load, shared=()):
         """load: takes `Watch.reading`, through which it must read."""
         watch = Watch(model)
         with watch:
@@ -100,14 +94,14 @@ class Loads:
         self.used |= watch.used
         self.untouched += [name for name in watch.untouched() if not name.startswith(shared)]
 
-    def watch_vllm(self, loader: Any, then: Callable[[nn.Module], object] = id) -> None:
+    def watch_vllm(self, loader, then=id):
         """Every load of vLLM's DefaultModelLoader, `loader`; then: called with the loaded model."""
         plain = loader.load_weights
 
-        def load_weights(own: Any, model: nn.Module, model_config: Any) -> None:
+        def load_weights(own, model, model_config):
             every = own.get_all_weights
 
-            def load(reading: Any) -> None:
+            def load(reading):
                 own.get_all_weights = lambda *asked: reading(every(*asked))
                 plain(own, model, model_config)
 
@@ -116,5 +110,5 @@ class Loads:
 
         loader.load_weights = load_weights
 
-    def told(self) -> dict[str, list[str]]:
+    def told(self):
         return {"unread": sorted(self.read - self.used), "untouched": self.untouched}
