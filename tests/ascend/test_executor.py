@@ -11,9 +11,9 @@ import functools
 import pytest
 import torch
 from ascend import exact, npu_double
+from refused import refused
 
 from quantkit.common.assets import builtin_model
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.attention_context import DecodeContext
@@ -173,6 +173,6 @@ def divergence(ideal, other):
 def test_a_cache_in_8_bits_is_refused(tiny_dense_checkpoint, cache):
     with (
         npu_double.installed(),
-        pytest.raises(QuantkitError, match=f"no cache of {cache} .* leave --cache out"),
+        refused(f"no cache of {cache} .* leave --cache out"),
     ):
         load_model(tiny_dense_checkpoint, device="cpu", backend="torch_npu", cache=cache)

@@ -13,7 +13,6 @@ from quantkit.checkpoint.journal import (
     lock_path,
     read_fingerprint,
 )
-from quantkit.common.errors import QuantkitError
 
 _FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
 _SECOND = JournalEntry("layer 1", ("ü",), "11", {})
@@ -105,7 +104,7 @@ def test_a_journal_in_use_is_refused(tmp_path):
         lambda: check_unlocked(lock_path(tmp_path, 0), tmp_path),
         lambda: _journal(tmp_path),
     ):
-        with pytest.raises(QuantkitError, match=f"process {os.getpid()} on .* is writing"):
+        with refused(f"process {os.getpid()} on .* is writing"):
             refused()
     check_unlocked(lock_path(tmp_path, 1), tmp_path)
     journal.close()

@@ -9,9 +9,9 @@ import make_model
 import pytest
 from commands import command
 from packed_model import write_packed
+from refused import refused
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.behaviour import compare_behaviour, read_compared
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import Findings
@@ -62,11 +62,8 @@ def test_the_sublayer_and_its_linear_are_named(models, tmp_path):
 
 
 def test_a_router_that_was_left_unscaled_is_named(models, tmp_path):
-    contents = faulty.Contents.of(models[0])
-    faulty.FAULTS["the_router_was_not_scaled"].apply(contents)
-    found = diagnose(
-        str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour"
-    ).findings
+    bad = faulty.damaged(models[0], "the_router_was_not_scaled", tmp_path)
+    found = diagnose(bad, source=str(models[0]), depth="behaviour").findings
     assert [finding.where for finding in found.found if finding.name == "router-strays"] == [
         "model.layers.2 feed-forward"
     ]
@@ -81,9 +78,8 @@ def test_a_source_of_other_sizes_is_not_compared(models, tmp_path):
         other = make_model.write_dense(
             tmp_path / f"{number}", config, good_checkpoints.random_weights(config)
         )
-        with pytest.raises(
-            QuantkitError,
-            match=r"is .* in .* and .* in .*: their behaviour is not compared; give the source "
+        with refused(
+            r"is .* in .* and .* in .*: their behaviour is not compared; give the source "
             r"that it was",
         ):
             compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], Findings())
@@ -93,7 +89,7 @@ def test_a_source_of_other_sizes_is_not_compared(models, tmp_path):
 
 
 def test_behaviour_needs_a_source(models):
-    with pytest.raises(QuantkitError, match="give --source"):
+    with refused("give --source"):
         diagnose(str(models[0]), depth="behaviour")
 
 
@@ -101,7 +97,7 @@ def test_an_unreadable_text_is_reported_first_and_is_not_a_fault_of_the_checkpoi
     models,
 ):
     told = []
-    with pytest.raises(QuantkitError, match=r"text nowhere\.txt cannot be read"):
+    with refused(r"text nowhere\.txt cannot be read"):
         diagnose(
             str(models[1]),
             source=str(models[0]),

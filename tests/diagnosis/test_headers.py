@@ -64,19 +64,7 @@ def opened(good):
 
 @pytest.mark.parametrize("fault", HEADERS, ids=lambda fault: fault.name)
 def test_a_fault_is_found(fault, opened, tmp_path):
-    contents, source = next(
-        (contents.copy(), source) for contents, source in opened if fault.suits(contents)
-    )
-    fault.apply(contents)
-    findings = diagnose(
-        str(contents.write(tmp_path / "bad")), source=str(source) if fault.source else None
-    ).findings
-    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(
-        fault.finds
-    ), findings.to_json()
-    assert findings.verdict == (
-        "bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful"
-    )
+    faulty.check_found(fault, opened, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +75,7 @@ def test_a_fault_is_found(fault, opened, tmp_path):
     ],
 )
 def test_no_other_cause_is_named(name, opened, tmp_path):
-    contents = opened[0][0].copy()
-    faulty.FAULTS[name].apply(contents)
-    found = diagnose(str(contents.write(tmp_path / "bad"))).findings.found
+    found = diagnose(faulty.damaged(opened[0][0], name, tmp_path)).findings.found
     assert [one.name for one in found] == list(faulty.FAULTS[name].finds)
 
 

@@ -2,6 +2,7 @@
 weight is downloaded."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import faulty
 import hub_server
@@ -61,8 +62,6 @@ def test_a_fault_is_found_as_in_a_folder(
     served,
     fault,
 ):
-    contents = faulty.Contents.of(tiny_checkpoint)
-    faulty.FAULTS[fault].apply(contents)
-    folder = contents.write(tmp_path / "bad")
-    served(folder)
-    assert findings(NAME) == findings(str(folder)) != set()
+    folder = faulty.damaged(tiny_checkpoint, fault, tmp_path)
+    served(Path(folder))
+    assert findings(NAME) == findings(folder) != set()

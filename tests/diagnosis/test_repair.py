@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import faulty
 import good_checkpoints
@@ -12,12 +13,12 @@ from commands import command
 from output_files import shards_below
 from packed_model import write_packed
 from tiny_models import write
+from refused import refused
 
 from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
-from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.corrections import missing_keys
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
@@ -84,10 +85,9 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE])
 def test_a_fault_is_cured(fault, format, models, tmp_path):
-    contents = faulty.Contents.of(models[format])
-    faulty.FAULTS[fault].apply(contents)
     source = str(models["source"]) if (fault, format) in FROM_SOURCE else None
-    found = diagnose(str(contents.write(tmp_path / "bad")), source=source, depth="tensors")
+    bad = faulty.damaged(models[format], fault, tmp_path)
+    found = diagnose(bad, source=source, depth="tensors")
     assert found.findings.verdict != "good"
     assert repair(found, tmp_path / "out", source)
     again = diagnose(str(tmp_path / "out"), source=source, depth="tensors")
@@ -126,15 +126,14 @@ def test_a_copy_that_predicts_worse_is_taken_back(tmp_path):
     found = diagnose(str(path), depth="tensors")
     found.findings.add("zero-points-off", "every linear", "mistaken")
     found.examined.offsets = dict.fromkeys(found.examined.description.linears, 1.0)
-    with pytest.raises(QuantkitError, match="was taken back: it predicts a text worse"):
+    with refused("was taken back: it predicts a text worse"):
         repair(found, tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["good"]
 
 
 def test_shards_stay_in_their_folder(models, tmp_path):
-    contents = faulty.Contents.of(models["ct-int4"])
-    faulty.FAULTS["experts_are_listed_as_plain"].apply(contents)
-    bad = shards_below(contents.write(tmp_path / "bad"))
+    fault = "experts_are_listed_as_plain"
+    bad = shards_below(Path(faulty.damaged(models["ct-int4"], fault, tmp_path)))
     assert repair(diagnose(str(bad), depth="tensors"), tmp_path / "out")
     assert {
         tensor.shard.partition("/")[0]
@@ -143,14 +142,12 @@ def test_shards_stay_in_their_folder(models, tmp_path):
 
 
 def test_the_command_says_what_it_changed(models, tmp_path):
-    contents = faulty.Contents.of(models["awq"])
-    faulty.FAULTS["names_lack_their_prefix"].apply(contents)
-    answer = command(
-        "check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json"
-    )
+    bad = faulty.damaged(models["awq"], "names_lack_their_prefix", tmp_path)
+    asked = ("check", bad, "--repair", str(tmp_path / "out"), "--json")
+    answer = command(*asked)
     assert answer.code == 2
     assert "renamed to what engines expect" in answer.json["repaired"]["changes"][0]
-    again = command("check", str(tmp_path / "bad"), "--repair", str(tmp_path / "out"), "--json")
+    again = command(*asked)
     assert again.code == 1
     assert "exists" in again.error
 
@@ -182,17 +179,15 @@ def test_what_an_engine_reads_is_set(engine, format, models, tmp_path):
         ), name
 
 
-def test_what_has_no_cure_is_refused(models, tmp_path):
-    contents = faulty.Contents.of(models["awq"])
-    faulty.FAULTS["codes_are_constant"].apply(contents)
-    with pytest.raises(QuantkitError, match="can be repaired"):
-        repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_copy_is_chosen_where_no_index_names_one(models, tmp_path):
-    contents = faulty.Contents.of(models["awq"])
-    faulty.FAULTS["two_shards_hold_a_tensor_and_no_index_says_which"].apply(contents)
-    with pytest.raises(QuantkitError, match="there is no index to choose by"):
-        repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("codes_are_constant", "can be repaired"),
+        ("two_shards_hold_a_tensor_and_no_index_says_which", "there is no index to choose by"),
+    ],
+)
+def test_what_has_no_cure_is_refused(fault, told, models, tmp_path):
+    bad = faulty.damaged(models["awq"], fault, tmp_path)
+    with refused(told):
+        repair(diagnose(bad, depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,6 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import CATALOGUE
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 
@@ -41,19 +40,7 @@ def opened(good):
 
 @pytest.mark.parametrize("fault", TENSORS, ids=lambda fault: fault.name)
 def test_a_fault_is_found(fault, opened, tmp_path):
-    contents, source = next(
-        (contents.copy(), source) for contents, source in opened if fault.suits(contents)
-    )
-    fault.apply(contents)
-    bad = str(contents.write(tmp_path / "bad"))
-    findings = diagnose(bad, source=str(source) if fault.source else None, depth="tensors").findings
-    assert {finding.name for finding in findings.found} & set(fault.finds), (
-        contents.path,
-        findings.to_json(),
-    )
-    assert findings.verdict == (
-        "bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful"
-    )
+    faulty.check_found(fault, opened, tmp_path)
 
 
 def _half(tensor):
@@ -105,11 +92,7 @@ def test_a_fault_is_found_in_a_dense_model(name, format, tmp_path):
         *good_checkpoints.FORMATS[format],
     )
     assert diagnose(str(path), depth="tensors").findings.verdict == "good"
-    fault = next(one for one in faulty.FAULTS.values() if one.name == name)
-    contents = faulty.Contents.of(path)
-    fault.apply(contents)
-    found = diagnose(str(contents.write(tmp_path / "bad")), depth=fault.depth).findings
-    assert fault.finds[0] in {finding.name for finding in found.found}, found.to_json()
+    faulty.check_found(faulty.FAULTS[name], [(faulty.Contents.of(path), None)], tmp_path)
 
 
 def test_good_checkpoints_have_no_finding(good):

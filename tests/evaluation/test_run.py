@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refused import refused
 from replay_server import ReplayServer, Reply
 
 from quantkit.common.assets import builtin_model
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generation import PROBE_TOKENS, expected_length, silent
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.run import run_evaluation
@@ -280,7 +280,7 @@ def test_everything_is_refused_before_a_model_is_asked(task, tmp_path):
         ({"tasks": ["tiny-math"], "margin": 0}, "--margin"),
     ]:
         options = {"tasks": [task], "data_dir": tmp_path, **wrong}
-        with pytest.raises(QuantkitError, match=told):
+        with refused(told):
             run_evaluation(nobody, options.pop("tasks"), EvaluateOptions(**options))
 
 
@@ -290,13 +290,13 @@ def test_a_missing_model_is_found_before_its_baseline_is_run(task, tmp_path):
             ("http://127.0.0.1:9", "does not answer"),
             ("no-such-model", "no-such-model does not exist"),
         ]:
-            with pytest.raises(QuantkitError, match=told):
+            with refused(told):
                 run_evaluation(
                     model,
                     [task],
                     EvaluateOptions(data_dir=tmp_path, protocol="r1", baseline=server.url),
                 )
-            with pytest.raises(QuantkitError, match=told):
+            with refused(told):
                 run(server, task, baseline=model)
         assert server.requests == []
 
@@ -312,7 +312,7 @@ def test_running_the_models_programs_needs_consent(tmp_path):
     with ReplayServer(
         lambda question, body: "hm\n</think>\n```python\ndef two():\n    return 2\n```"
     ) as server:
-        with pytest.raises(QuantkitError, match="--allow-code-exec"):
+        with refused("--allow-code-exec"):
             run_evaluation(server.url, ["humaneval"], EvaluateOptions(data_dir=tmp_path, repeats=1))
         assert server.requests == []
         told = run_evaluation(
@@ -353,12 +353,11 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(task
     with ReplayServer(solve) as before:
         run(before, task, out=out, limit=3, repeats=2)
     with ReplayServer(other) as now:
-        with pytest.raises(
-            QuantkitError,
-            match=r"replayed is not the model whose 6 replies are stored in .*--trust-kept uses",
-        ) as refused:
+        with refused(
+            r"replayed is not the model whose 6 replies are stored in .*--trust-kept uses",
+        ) as fault:
             run(now, task, out=out, limit=4, repeats=2)
-        assert "No idea" in str(refused.value)
+        assert "No idea" in str(fault.value)
         assert asked(now) == []
         own = run(now, task, out=out, limit=4, repeats=2, model_revision="second")
         assert (own.tasks["sums"].reused, own.identity) == (
@@ -435,9 +434,8 @@ def test_a_refused_context_counts_as_a_miss(task, tmp_path):
     )
     with (
         refusing,
-        pytest.raises(
-            QuantkitError,
-            match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens",
+        refused(
+            "refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens",
         ),
     ):
         run(refusing, task, limit=4)
@@ -545,5 +543,5 @@ def test_a_sequential_run_ends_when_its_verdict_is_known(task, tmp_path, share, 
     assert any("16 repeats of both" in line and "points take" in line for line in told)
     speed = figures(results)["speed"]
     assert speed is None or speed["tokens_per_s"] > 0
-    with pytest.raises(QuantkitError, match="give --baseline and --out"):
+    with refused("give --baseline and --out"):
         run_evaluation("http://x", [task], replace(options, out=None))

@@ -4,9 +4,6 @@ process, is no verdict."""
 import multiprocessing
 import os
 import signal
-from typing import TypeVar
-
-Item = TypeVar("Item")
 
 
 def bounded(verdict, items, seconds):

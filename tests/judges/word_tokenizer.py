@@ -33,15 +33,3 @@ def write_word_tokenizer(path, vocab_size):
         "chat_template": _TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def with_words(path, out):
-    """The checkpoint at `path` with this tokenizer. Files are linked, not copied: both are on one
-    disk."""
-    if not out.exists():
-        out.mkdir(parents=True)
-        for file in path.iterdir():
-            if file.name not in ("tokenizer.json", "tokenizer_config.json"):
-                (out / file.name).hardlink_to(file)
-        write_word_tokenizer(out, json.loads((path / "config.json").read_text())["vocab_size"])
-    return out

@@ -71,7 +71,7 @@ def test_int4_rows_are_as_exact_as_the_dtype(grid, n, k, dtype):
 Operator = Callable[[slice], Tensor]
 
 
-def _linear(grid, n, k, dtype, rows):
+def _linear(grid: str, n: int, k: int, dtype: torch.dtype, rows: int) -> tuple[Operator, int]:
     rng = torch.Generator().manual_seed(n)
     linear = prepare(random_weight(grid, n, k, rng), backend="cpu", dtype=dtype)
     x = torch.randn(rows, k, generator=rng).to(dtype)
@@ -79,7 +79,7 @@ def _linear(grid, n, k, dtype, rows):
     return lambda part: linear(x[part]), rows
 
 
-def _experts(grid, rows):
+def _experts(grid: str, rows: int) -> tuple[Operator, int]:
     rng = torch.Generator().manual_seed(1)
     experts = layer(random_experts(grid, 6, 128, 96, rng), "cpu", torch.bfloat16)
     ids = torch.rand(rows, 6, generator=rng).topk(3).indices
@@ -87,7 +87,7 @@ def _experts(grid, rows):
     return lambda part: experts(x[part].bfloat16(), ids[part], weights[part]), rows
 
 
-def _routed(scoring, rows=130):
+def _routed(scoring: str, rows: int = 130) -> tuple[Operator, int]:
     """60 experts and the gate of a shared one: no whole number of vectors."""
     rng = torch.Generator().manual_seed(2)
     rule = Routing(60, 4, scoring_func=scoring, num_joined_experts=1, joined_gate=True)
@@ -95,13 +95,13 @@ def _routed(scoring, rows=130):
     return lambda part: torch.cat(moe_gate(x[part], router, None, rule), dim=1), rows
 
 
-def _functional(width, dtype, rows=199):
+def _functional(width: int, dtype: torch.dtype, rows: int = 199) -> tuple[Operator, int]:
     """Norms and activation."""
     rng = torch.Generator().manual_seed(3)
     gain = torch.rand(width, generator=rng)
     x, y = (torch.randn(rows, 2, width, generator=rng).to(dtype) for _ in range(2))
 
-    def computed(part):
+    def computed(part: slice) -> Tensor:
         added = add_rms_norm(x[part, 0], y[part, 0], gain, 1e-6)
         found = (*added, rms_norm(x[part, 1], gain, 1e-6), silu_and_mul(x[part].flatten(1)))
         return torch.cat(found, dim=1)
@@ -109,7 +109,7 @@ def _functional(width, dtype, rows=199):
     return computed, rows
 
 
-def _grouped(codes, window):
+def _grouped(codes: torch.dtype | None, window: int) -> tuple[Operator, int]:
     """Short rows and one in sixteen parts, more threads than key heads."""
     torch.manual_seed(4)
     lengths = [3, 1, 700, 5000, 17]
@@ -117,7 +117,7 @@ def _grouped(codes, window):
         lengths, [1] * 5, (6, 2), 40, 16, torch.float32, window=window, codes=codes
     )
 
-    def attended(part):
+    def attended(part: slice) -> Tensor:
         table, lengths = case.pages.block_table[part], case.pages.seq_lens[part]
         pages = case.pages._replace(block_table=table, seq_lens=lengths)
         return gqa_decode(case.q[part], pages, scale=case.scale, window=window, backend="cpu")
@@ -125,11 +125,11 @@ def _grouped(codes, window):
     return attended, 5
 
 
-def _delta(by_channel, rows=9):
+def _delta(by_channel: bool, rows: int = 9) -> tuple[Operator, int]:
     """Three heads of 24 by 40."""
     rng = torch.Generator().manual_seed(5)
 
-    def some(*shape):
+    def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng)
 
     decay = some(rows, 1, 3, *(24,) * by_channel)
@@ -139,7 +139,7 @@ def _delta(by_channel, rows=9):
     )
     recent, memory, rate = some(2, rows + 1, 3, 168), some(2, rows + 1, 3, 24, 40), some(rows, 1, 3)
 
-    def stepped(part):
+    def stepped(part: slice) -> Tensor:
         own = DeltaInputs(*(side[part] for side in (*inputs, decay, rate)))
         tokens = torch.full((2, rows + 1), 7)
         states = DeltaStates(recent.clone(), memory.clone(), tokens)
@@ -152,7 +152,7 @@ def _delta(by_channel, rows=9):
 LAST = _EXPANDED_ROWS - 1
 """Of int4. More rows are torch's product's, whose order is that of the processor and its threads;
 of w8a16 and FP4 more than 63."""
-PROMISED = {
+PROMISED: dict[str, Callable[[], tuple[Operator, int]]] = {
     **{
         f"{grid} {n} {k} {str(dtype)[6:]}": partial(_linear, grid, n, k, dtype, rows)
         for dtype in DTYPES
@@ -272,6 +272,7 @@ def test_bfloat16_instructions_compile(tmp_path):
     """Where this processor has them they run in the tests above."""
     flags = build._FLAGS["BF16"]
     compiler = build._compiler()
+    assert compiler is not None
     taken = subprocess.run(
         [compiler, *flags, "-x", "c++", "-E", "-"],
         input="",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from plain_weights import PlainWeights
+from refused import refused
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS
 from transformers_peers import (
@@ -132,7 +133,7 @@ def asked(kind, extra, name):
         architecture = find_architecture(config_dict)
         config = architecture.Config.from_dict(config_dict)
     except QuantkitError:
-        with pytest.raises(QuantkitError, match=name):
+        with refused(name):
             find_architecture(config_dict).Config.from_dict(config_dict)
         return False
     with torch.no_grad():
@@ -164,5 +165,5 @@ def test_what_is_not_computed_is_refused(row):
     make = find_architecture(config).Config.from_dict
     make({**config, **row.get("computed", {})})
     for key, value in row["fields"].items():
-        with pytest.raises(QuantkitError, match=key):
+        with refused(key):
             make({**config, key: value})

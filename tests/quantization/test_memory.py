@@ -7,9 +7,9 @@ import make_model
 import pytest
 import quantize_job
 from letters import write_letters
+from refused import refused
 
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import parse_bytes
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
@@ -43,9 +43,8 @@ def test_it_grows_with_tokens_and_not_with_layers(source, tmp_path):
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source, tmp_path):
     recipe = load_recipe("rtn-w4a16")
-    with pytest.raises(
-        QuantkitError,
-        match=r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or "
+    with refused(
+        r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or "
         r"more",
     ):
         quantize(
@@ -76,7 +75,7 @@ def test_a_refusal_names_the_most_texts_that_fit(source, tmp_path):
         plan(source, find_scheme("awq-w4a16"), PlanOptions(samples=count)).host_least_bytes
         for count in (41, 42)
     )
-    with pytest.raises(QuantkitError, match="--samples 41, which fits"):
+    with refused("--samples 41, which fits"):
         quantize(
             source,
             tmp_path / "out",
@@ -144,5 +143,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GB", "16 gigabytes", ""])
 def test_no_sizes(text):
-    with pytest.raises(QuantkitError, match="is not a size"):
+    with refused("is not a size"):
         parse_bytes(text)

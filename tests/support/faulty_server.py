@@ -9,10 +9,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 STREAM = "text/event-stream"
 
@@ -77,8 +75,6 @@ class Wire:
         )
         self._handler.connection.close()
 
-
-Behaviour = Callable[[Wire, dict[str, Any]], None]
 
 # Replies that are whole, however oddly sent: all say 你好 \u2028 4, with what str.splitlines breaks
 # lines at.

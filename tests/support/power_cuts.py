@@ -7,12 +7,9 @@ import os
 import random
 from pathlib import Path
 
-Image = dict[str, bytes | None]
-"""Contents by path, None for a folder."""
-
 
 class Recorder:
-    """images: of `root`, in order, without repetitions."""
+    """images: of `root`, in order, without repetitions: contents by path, None for a folder."""
 
     def __init__(self, root, monkeypatch):
         self._root, self.images = root, []

@@ -18,7 +18,6 @@ import math
 import operator
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -204,7 +203,6 @@ class Core:
 
 # Instructions: what each reads and writes, on which pipe, and what it computes. A buffer for
 # intermediate results is written: nothing may be in it.
-Instruction = Callable[..., None]
 
 
 def copy(pipe):

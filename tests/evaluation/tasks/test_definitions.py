@@ -1,6 +1,7 @@
 import pytest
+from refused import refused
 
-from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.errors import UsageError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import (
     ABSENT,
@@ -49,17 +50,17 @@ def test_one_pass_of_tiny_math_is_greedy_and_repeats_are_sampled():
 def test_overrides_win_and_greedy_repeats_are_refused():
     task = find_task("gsm8k")
     assert find_setting(task, "r1", overrides={"max_tokens": 7}).generation.max_tokens == 7
-    with pytest.raises(QuantkitError, match="greedy"):
+    with refused("greedy"):
         find_setting(task, "evalscope", repeats=2)
     assert find_setting(task, "lm-eval").generation.stop == ("Question:", "</s>", "<|im_end|>")
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(QuantkitError, match="aime24, aime25"):
+    with refused("aime24, aime25"):
         find_task("aime23")
-    with pytest.raises(QuantkitError, match="r1, r1-0528, report, evalscope"):
+    with refused("r1, r1-0528, report, evalscope"):
         find_setting(find_task("gsm8k"), "helm")
-    with pytest.raises(QuantkitError, match="does not define protocol lm-eval"):
+    with refused("does not define protocol lm-eval"):
         find_setting(find_task("tiny-math"), "lm-eval")
     assert {"r1", "r1-0528", "report", "evalscope", "lm-eval"} <= set(protocols())
 
@@ -90,5 +91,5 @@ def test_a_new_task_is_one_file(tmp_path):
     task = find_task(str(file))
     assert (task.title, find_setting(task, "r1").prompt) == ("mine", "{{ problem }}")
     file.write_text(file.read_text() + "surprise: 1\n")
-    with pytest.raises(QuantkitError, match="surprise"):
+    with refused("surprise"):
         find_task(str(file))

@@ -15,8 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from graded import graded
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade, judged_by
 from quantkit.evaluation.tasks.data import problems, read_rows, stratify
@@ -285,9 +285,7 @@ def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path):
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row))
     assert [problem.gold for problem in read("mmlu", tmp_path)] == ["C"]
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row | {"answer": 4}))
-    with pytest.raises(
-        QuantkitError, match=r"row \d+ of \w+: the right answer .* is none of 4 options"
-    ):
+    with refused(r"row \d+ of \w+: the right answer .* is none of 4 options"):
         read("mmlu", tmp_path)
 
 
@@ -311,7 +309,7 @@ def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path):
         problem.gold for problem in found
     ][::-1]
     write(tmp_path / "gpqa_diamond.csv", [{"Question": "?", "Correct Answer": "x"}])
-    with pytest.raises(QuantkitError, match="has no field Incorrect Answer 1"):
+    with refused("has no field Incorrect Answer 1"):
         read("gpqa_diamond", tmp_path)
 
 

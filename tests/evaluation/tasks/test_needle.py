@@ -5,8 +5,8 @@ import json
 import pytest
 from commands import command
 from graded import graded
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
@@ -29,7 +29,7 @@ def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone():
 
 @pytest.mark.parametrize(("kind", "length"), [("single", 30), ("multikey", 60)])
 def test_a_needle_without_room_is_refused(kind, length):
-    with pytest.raises(QuantkitError, match=f"a {kind} text has no room in {length} tokens"):
+    with refused(f"a {kind} text has no room in {length} tokens"):
         list(needle_rows(words, [length], [kind], 1, 0))
 
 

@@ -1,10 +1,7 @@
-import pytest
+from refused import refused
 
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.tasks.definitions import Problem, find_setting, find_task
 from quantkit.evaluation.tasks.prompts import render, sample_seed
-
-SHOTS = [{"problem": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(6)]
 
 
 def test_r1_asks_the_published_sentence_and_no_system_prompt():
@@ -39,7 +36,7 @@ def test_shots_of_the_same_group_only():
     assert "Answer: Let's think step by step. The answer is (A)." in (
         render(setting, problem, shots, 0).text or ""
     )
-    with pytest.raises(QuantkitError, match="needs 5 shots and has 4"):
+    with refused("needs 5 shots and has 4"):
         render(setting, Problem("1", problem.fields, group="math"), shots, 0)
 
 
@@ -54,5 +51,5 @@ def test_seeds_differ_by_problem_and_repeat_and_come_back():
 def test_the_report_asks_as_evalscope_1_0_1_does():
     """tests/judges/evalscope_1_0_1.py compares the prompts; the grader is its last number."""
     assert find_setting(find_task("gsm8k"), "report").grader == "last-number"
-    with pytest.raises(QuantkitError, match="does not define protocol report"):
+    with refused("does not define protocol report"):
         find_setting(find_task("mmlu_pro"), "report")
