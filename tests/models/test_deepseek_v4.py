@@ -1,5 +1,5 @@
-"""DeepSeek-V4 against transformers, in float32 on tiny random models; over a cache, however a text
-is cut; and as it is published."""
+"""DeepSeek-V4 against transformers, in float32 on tiny random models; its guesses, and the layout
+that it is published in."""
 
 import json
 import random
@@ -7,9 +7,9 @@ import random
 import make_model
 import pytest
 import torch
-from cut_texts import cut_at_random, furthest_from_whole
-from plain_weights import PlainWeights
+from cut_texts import cut_at_random
 from refused import refused
+from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, rows_of, write
 from torch.nn import functional as F
@@ -28,64 +28,23 @@ from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.deepseek_v4.dspark import head_parameters
-from quantkit.models.hyper_connections import expand_streams, pack_streams
 from quantkit.quantization.run import quantize
 
 CASES = TABLES["deepseek_v4_cases"]
 
 
-class Case:
-    def __init__(self, changes):
-        self.peer = random_peer(
-            "DeepseekV4",
-            {key: value for key, value in {**COMPRESSED, **changes}.items() if value is not None},
-        )
-        self.config_dict, self.tensors = self.peer.config.to_dict(), checkpoint_tensors(self.peer)
-        self.architecture = find_architecture(self.config_dict)
-        self.config = self.architecture.Config.from_dict(self.config_dict)
-
-    def logits(self, lengths, token_ids, tensors=None):
-        model = self.architecture.Model(self.config, self.weights(tensors))
-        with torch.no_grad():
-            return model.logits(model(token_ids, CausalContext(lengths)))
-
-    def weights(self, tensors=None):
-        return PlainWeights(
-            self.tensors if tensors is None else tensors, self.config.mixture.linears
-        )
+def model_of(changes):
+    """Of transformers, its config.json and its tensors."""
+    kept = {key: one for key, one in {**COMPRESSED, **changes}.items() if one is not None}
+    peer = random_peer("DeepseekV4", kept)
+    return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
     """Texts shorter and longer than the window, than a group of tokens, and with more entries than
-    are selected; layer by layer as well."""
-    one, lengths = Case(CASES[case]), [40, 7, 1, 31]
-    token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
-
-    def stated():
-        return torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
-
-    with torch.no_grad():
-        expected, moved = stated(), movement(stated, one.peer.parameters())
-    assert expected.abs().max() > 1
-    assert_near(one.logits(lengths, token_ids), expected, moved)
-    rows = {
-        row.name: row.shape for row in one.architecture.parameters(one.config) if not row.mtp
-    }  # which transformers has not
-    assert rows == {k: tuple(v.shape) for k, v in one.tensors.items()}
-    model = one.architecture.Model(one.config, one.weights())
-    hidden = pack_streams(
-        expand_streams(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids
-    )
-    with torch.no_grad():
-        for layer in model.layers:
-            hidden = layer.feed_forward(
-                layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths)
-            )
-        whole = model(token_ids, CausalContext(lengths))
-        streams = hidden[:, :-1].unflatten(-1, (one.config.hc_mult, -1))
-        end, _ = model.end(streams, model.norm, one.config.rms_norm_eps)
-    assert (end - whole).abs().max() < 1e-4
+    are selected."""
+    check_logits(*model_of(CASES[case]), [40, 7, 1, 31])
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
@@ -95,11 +54,9 @@ def test_the_mtp_layer_is_the_published_one(case):
     streams that end by weights of its own; the main model's head."""
     layers = COMPRESSED["num_hidden_layers"] + 1
     kinds = {"compress_ratios": [4, 0, 128, 4, 0], "layer_types": None, "compress_rates": None}
-    one, generator = (
-        Case({**CASES[case], **kinds, "num_hidden_layers": layers}),
-        torch.Generator().manual_seed(5),
-    )
-    hidden, eps = one.config.hidden_size, one.config.rms_norm_eps
+    changes = {**CASES[case], **kinds, "num_hidden_layers": layers}
+    (peer, config_dict, made), generator = model_of(changes), torch.Generator().manual_seed(5)
+    hidden, eps = config_dict["hidden_size"], config_dict["rms_norm_eps"]
     own = {
         name: torch.randn(hidden, generator=generator) for name in ("enorm.weight", "hnorm.weight")
     }
@@ -107,44 +64,41 @@ def test_the_mtp_layer_is_the_published_one(case):
         f"{side}_proj.weight": torch.randn(hidden, hidden, generator=generator) / hidden**0.5
         for side in "eh"
     }
-    ends = [name for name in one.tensors if name.startswith("hc_head") or name == "norm.weight"]
+    ends = [name for name in made if name.startswith("hc_head") or name == "norm.weight"]
     tensors = {
-        name.replace(f"layers.{layers - 1}.", "mtp.0."): tensor
-        for name, tensor in one.tensors.items()
+        name.replace(f"layers.{layers - 1}.", "mtp.0."): tensor for name, tensor in made.items()
     }
     tensors |= {
         f"mtp.0.{name}": tensor
-        for name, tensor in (own | {name: one.tensors[name] for name in ends}).items()
+        for name, tensor in (own | {name: made[name] for name in ends}).items()
     }
-    tensors |= {name: torch.randn(one.tensors[name].shape, generator=generator) for name in ends}
+    tensors |= {name: torch.randn(made[name].shape, generator=generator) for name in ends}
     token_ids = torch.randint(0, 211, (40,), generator=generator)
     next_ids = token_ids.roll(-1)
 
     def mixed(module, given):
         embedded = (
-            F.rms_norm(one.tensors["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps)
+            F.rms_norm(made["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps)
             @ own["e_proj.weight"].T
         )
         streams = F.rms_norm(given[0], (hidden,), own["hnorm.weight"], eps) @ own["h_proj.weight"].T
         return embedded[None, :, None] + streams, *given[1:]
 
-    one.peer.model.layers[layers - 1].register_forward_pre_hook(mixed)
-    config = one.architecture.Config.from_dict(
-        {**one.config_dict, "num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1}
-    )
-    weights = PlainWeights(tensors, config.mixture.linears)
-    model, mtp = one.architecture.Model(config, weights), one.architecture.MtpLayer(config, weights)
+    peer.model.layers[layers - 1].register_forward_pre_hook(mixed)
+    config_dict |= {"num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1}
+    architecture, config, weights = opened(config_dict, tensors)
+    model, mtp = architecture.Model(config, weights), architecture.MtpLayer(config, weights)
     mtp.follow(model)
     with torch.no_grad():
-        expected = one.peer(token_ids[None]).logits[0]
-        made = mtp(next_ids, model(token_ids, CausalContext([40])), CausalContext([40]))
+        expected = peer(token_ids[None]).logits[0]
+        found = mtp(next_ids, model(token_ids, CausalContext([40])), CausalContext([40]))
         assert_near(
-            mtp.logits(made),
+            mtp.logits(found),
             expected,
-            movement(lambda: one.peer(token_ids[None]).logits[0], one.peer.parameters()),
+            movement(lambda: peer(token_ids[None]).logits[0], peer.parameters()),
         )
     assert expected.abs().max() > 1
-    assert made.shape == (40, model.width)
+    assert found.shape == (40, model.width)
 
 
 def tiny(**changes):
@@ -153,18 +107,6 @@ def tiny(**changes):
 
 def written(path, **changes):
     return write(path, "deepseek_v4", **changes)
-
-
-@pytest.mark.parametrize(("csa", "hca"), [(4, 128), (5, 70)])
-def test_a_text_is_the_same_however_it_is_cut(csa, hca, tmp_path):
-    """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at
-    their ends, and every second one."""
-    loaded = load_model(
-        written(tmp_path / "model", compress_rate_csa=csa, compress_rate_hca=hca),
-        device="cpu",
-        dtype="float32",
-    )
-    assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
 
 
 def test_where_scores_are_equal_too(tmp_path):

@@ -6,8 +6,8 @@ import transformers
 from plain_weights import PlainWeights
 from quantkit_kernels.backends import use_backend
 from refused import refused
+from stated_logits import check_logits
 from transformers_peers import CASES, checkpoint_tensors, random_peer
-from ulp_bound import assert_near, movement
 
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
@@ -16,26 +16,8 @@ from quantkit.models.context import CausalContext
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
     peer = random_peer(*CASES[case])
-    config_dict = peer.config.to_dict()
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-    tensors = checkpoint_tensors(peer)
-    token_ids = torch.randint(0, 211, (2, 40))
-    with torch.no_grad(), use_backend("reference"):
-        expected = peer(token_ids).logits
-        model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
-        logits = model.logits(model(token_ids.flatten(), CausalContext([40, 40]))).view_as(expected)
-        moved = movement(lambda: peer(token_ids).logits, peer.parameters())
-    assert expected.abs().max() > 1
-    assert_near(logits, expected, moved)
-
-    table = {row.name: row.shape for row in architecture.parameters(config)}
-    held = {
-        name: tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    assert table == held
+    with use_backend("reference"):
+        check_logits(peer, peer.config.to_dict(), checkpoint_tensors(peer), [40, 40])
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])

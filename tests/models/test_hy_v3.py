@@ -2,16 +2,14 @@
 
 import torch
 from make_model import write_dense
-from plain_weights import PlainWeights
 from refused import refused
-from torch.nn.functional import linear
+from stated_logits import causal, check_mtp, check_table, mtp_tensors
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 from transformers_peers import HY_V3, checkpoint_tensors, random_peer
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 from quantkit.models import find_architecture, hy_v3
-from quantkit.models.context import CausalContext
 
 RELEASED = {
     "num_nextn_predict_layers": 1,
@@ -35,48 +33,22 @@ def released():
     }
     config |= {**RELEASED, "num_hidden_layers": 2}
     tensors = checkpoint_tensors(peer)
-    for name in ("enorm", "hnorm", "final_layernorm"):
-        tensors[f"model.layers.2.{name}.weight"] = 1 + torch.randn(64) * 0.3
-    tensors["model.layers.2.eh_proj.weight"] = torch.randn(64, 128) * 0.1
+    tensors |= mtp_tensors("model.layers.2", 64, "final_layernorm")
     return peer, config, tensors
 
 
-def normed(x, gain):
-    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
-
-
 def test_the_mtp_layer_is_vllms_statement_around_transformers_block():
-    """vLLM: eh_proj over both norms, a decoder layer, final_layernorm, the main model's head;
-    hidden states behind the final norm."""
     peer, config, tensors = released()
-    made = hy_v3.Config.from_dict(config)
-    assert {row.name: row.shape for row in hy_v3.parameters(made)} == {
-        name: tuple(one.shape) for name, one in tensors.items()
-    }
-    weights, p = PlainWeights(tensors), "model.layers.2"
-    model, mtp = hy_v3.Model(made, weights), hy_v3.MtpLayer(made, weights)
-    mtp.follow(model)
-    token_ids, next_ids = torch.randint(0, 211, (2, 30))
-    block = peer.model.layers[2]
-    assert isinstance(block, HYV3DecoderLayer)
-    with torch.no_grad():
-        hidden = model(token_ids, CausalContext([30]))
-        ours = mtp.logits(mtp(next_ids, hidden, CausalContext([30])))
-        embedded = normed(
-            tensors["model.embed_tokens.weight"][next_ids], tensors[f"{p}.enorm.weight"]
-        )
-        inputs = linear(
-            torch.cat((embedded, normed(hidden, tensors[f"{p}.hnorm.weight"])), dim=-1),
-            tensors[f"{p}.eh_proj.weight"],
-        )
-        turned = peer.model.rotary_emb(inputs[None], torch.arange(30)[None])
-        mask = torch.full((30, 30), float("-inf")).triu(1)[None, None]
-        out = block(inputs[None], attention_mask=mask, position_embeddings=turned)[0]
-        expected = linear(
-            normed(out, tensors[f"{p}.final_layernorm.weight"]), tensors["lm_head.weight"]
-        )
-    assert expected.abs().max() > 1
-    assert (ours - expected).abs().max() < 1e-4
+    p, layer = "model.layers.2", peer.model.layers[2]
+    assert isinstance(layer, HYV3DecoderLayer)
+
+    def block(x):
+        turned = peer.model.rotary_emb(x, torch.arange(31)[None])
+        return layer(x, attention_mask=causal(31), position_embeddings=turned)
+
+    rows = check_mtp(peer, config, tensors, p, "final_layernorm", block)
+    assert rows == {name for name in tensors if name.startswith(p)}
+    check_table(hy_v3.parameters(hy_v3.Config.from_dict(config)), tensors)
 
 
 def test_a_hy3_of_another_kind_is_refused():

@@ -1,32 +1,23 @@
-"""Hy4-preview against transformers, in float32 on tiny random models, and over a cache, however a
-text is cut."""
+"""Hy4-preview against transformers, in float32 on tiny random models, and as it is published."""
 
 import json
-import random
 import re
 
 import make_model
 import pytest
 import torch
-from cut_texts import furthest_from_whole
-from engines import check_same_answers
-from plain_weights import PlainWeights
+from stated_logits import causal, check_logits, check_mtp, mtp_tensors, opened
 from tiny_models import CASES as TABLES
 from tiny_models import write
-from torch.nn import functional as F
 from transformers_peers import GATED, hy_v4
-from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
-from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
-from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper_connections import expand_streams, pack_streams, unpack_streams
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.run import quantize
 
@@ -38,38 +29,18 @@ SHARED = {"indexer_types": ["full", "shared", "full"], "index_topk": 32, "index_
 
 
 def logits_of(config_dict, tensors):
-    architecture = find_architecture(config_dict)
-    model = architecture.Model(architecture.Config.from_dict(config_dict), PlainWeights(tensors))
+    architecture, config, weights = opened(config_dict, tensors)
+    model = architecture.Model(config, weights)
     return model.logits(model(TOKEN_IDS, CausalContext(LENGTHS)))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
-    """Of the whole stack, and layer by layer."""
     peer, config_dict, tensors = hy_v4({**GATED, **CASES[case]})
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-
-    def stated():
-        return torch.cat([peer(own[None]).logits[0] for own in TOKEN_IDS.split(LENGTHS)])
-
-    with torch.no_grad():
-        expected, moved = stated(), movement(stated, peer.parameters())
-        model = architecture.Model(config, PlainWeights(tensors))
-        whole = model(TOKEN_IDS, CausalContext(LENGTHS))
-        assert expected.abs().max() > 1
-        assert_near(model.logits(whole), expected, moved)
-        seeing_all = logits_of({**config_dict, "index_topk": 40}, tensors)
-        assert (seeing_all - expected).abs().max() > 1e-2, "the selection did nothing"
-        hidden = pack_streams(expand_streams(model.embedding[TOKEN_IDS], model.count), TOKEN_IDS)
-        context = CausalContext(LENGTHS)
-        for layer in model.layers:
-            hidden = layer.feed_forward(layer.attend(hidden, context), context)
-        streams = unpack_streams(hidden, model.count)[0]
-        end, _ = model.end(streams, model.norm, config.rms_norm_eps)
-    assert (end - whole).abs().max() < 1e-4
-    table = {row.name: row.shape for row in architecture.parameters(config)}
-    assert table == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _, _, logits = check_logits(peer, config_dict, tensors, LENGTHS, TOKEN_IDS)
+    seeing_all = logits_of({**config_dict, "index_topk": 40}, tensors)
+    assert (seeing_all - logits).abs().max() > 1e-2, "the selection did nothing"
 
 
 def test_the_release_rotates_pairs():
@@ -99,84 +70,26 @@ def test_the_release_rotates_pairs():
 
 
 def test_the_mtp_layer_has_one_stream_and_reads_the_normed_output():
-    """As vLLM has it (hy_v4/nvidia/mtp.py), of transformers' modules: eh_proj of both norms side by
-    side, a layer whose sublayers are added as they are, with an indexer of its own, its own norm,
-    the main model's head. vLLM takes the embedding of a text's first token for zeros."""
+    """vLLM's hy_v4/nvidia/mtp.py: a layer whose sublayers are added as they are, with an indexer of
+    its own. vLLM takes the embedding of a text's first token for zeros."""
     peer, config_dict, tensors = hy_v4({**GATED, "indexer_types": None, "num_hidden_layers": 6})
     config_dict |= {"num_hidden_layers": 5, "num_nextn_predict_layers": 1}
     for kinds in ("layer_types", "mlp_layer_types", "indexer_types"):
         config_dict[kinds] = config_dict[kinds][:5]
-    architecture, hidden = find_architecture(config_dict), config_dict["hidden_size"]
-    config = architecture.Config.from_dict(config_dict)
-    p, eps = "model.mtp_layers.0", config.rms_norm_eps
-    own = {
+    p, layer = "model.mtp_layers.0", peer.model.layers[5]
+    own = mtp_tensors(p, config_dict["hidden_size"], "final_layernorm") | {
         name.replace("model.layers.5", p): tensor
         for name, tensor in tensors.items()
         if ".layers.5." in name and ".hc_" not in name
     }
-    for name in ("enorm", "hnorm", "final_layernorm"):
-        own[f"{p}.{name}.weight"] = 1 + torch.randn(hidden) / 4
-    own[f"{p}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
-    block, head = peer.model.layers[5], tensors["lm_head.weight"]
-    token_ids, state = torch.randint(1, 211, (31,)), torch.randn(31, hidden)
-    embedding = tensors["model.embed_tokens.weight"]
 
-    def normed(x, name):
-        return F.rms_norm(x, (hidden,), own[f"{p}.{name}.weight"], eps)
-
-    def stated():
-        both = torch.cat((normed(embedding[token_ids], "enorm"), normed(state, "hnorm")), dim=-1)
-        x = (both @ own[f"{p}.eh_proj.weight"].T)[None]
-        mask = torch.full((31, 31), -torch.inf).triu(1)[None, None]
+    def block(x):
         turned = peer.model.rotary_emb(x, torch.arange(31)[None])
-        x = x + block.self_attn(block.input_layernorm(x), turned, mask)[0]
-        x = x + block.mlp(block.post_attention_layernorm(x))
-        return normed(x[0], "final_layernorm") @ head.T
+        x = x + layer.self_attn(layer.input_layernorm(x), turned, causal(31))[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x))
 
-    class Main:
-        pass
-
-    weights, main = PlainWeights(tensors | own), Main()
-    main.embedding, main.head = embedding, weights.linear("lm_head")
-    mtp = architecture.MtpLayer(config, weights)
-    mtp.follow(main)
-    with torch.no_grad():
-        found = mtp.logits(mtp(token_ids, state, CausalContext([31])))
-        assert_near(found, stated(), movement(stated, peer.parameters()))
-    assert {row.name for row in architecture.parameters(config) if row.mtp} == {*own}
-
-
-def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
-    """Latents are cached as they are, not in 16 bits, by which experts would change. Of 24 heads no
-    score is 0."""
-    monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
-    path = write(tmp_path / "model", "hy_v4", **SHARED)
-    loaded = load_model(path, device="cpu", dtype="float32")
-    assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
-
-
-def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
-    """Prompts in chunks and beside steps, requests that make way for others, captured steps with
-    drafts of the MTP layer, beginnings that requests share."""
-    path = write(tmp_path / "model", "hy_v4", **SHARED)
-    shared = {"prefix_cache": True, "prompt_lookup": 2}
-    check_same_answers(path, (True, {"draft_length": 1}), (False, shared))
-
-
-def test_a_cache_of_codes_is_as_it_is_simulated(tmp_path, monkeypatch):
-    """Keys of the indexer and rotated ones as they are, not in 16 bits, by which others would be
-    selected."""
-    for user in ("executor.weights.load", "models.context"):
-        monkeypatch.setattr(f"quantkit.{user}.cached_dtype", lambda dtype: dtype)
-    path = write(tmp_path / "model", "hy_v4", **SHARED)
-    loaded = load_model(path, device="cpu", dtype="float32", cache="int8")
-    assert furthest_from_whole(loaded, random.Random(4), loaded.codes) < 1e-3
-    with torch.inference_mode():
-        text = torch.arange(90)
-        plain, coded = (
-            loaded.model(text, CausalContext([90], codes=codes)) for codes in (None, loaded.codes)
-        )
-    assert (plain - coded).abs().max() > 5e-2
+    rows = check_mtp(peer, config_dict, tensors | own, p, "final_layernorm", block)
+    assert rows == {*own}
 
 
 def stacked(tensors):

@@ -2,42 +2,21 @@
 in float32 on tiny random models."""
 
 import pytest
-import torch
-from plain_weights import PlainWeights
 from refused import refused
+from stated_logits import check_logits
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS
 from transformers_peers import checkpoint_tensors, random_peer
-from ulp_bound import assert_near, movement
 
 from quantkit.models import find_architecture
-from quantkit.models.context import CausalContext
-from quantkit.models.mlp import PROJ_NAMES
 
 CASES = TABLES["latent_cases"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
-    kind, extra = CASES[case]
-    peer = random_peer(kind, extra)
-    config_dict = peer.config.to_dict()
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-    tensors = published(peer)
-    token_ids, lengths = torch.randint(0, 211, (121,)), [70, 40, 1, 10]
-
-    def expected():
-        return torch.cat([peer(one[None]).logits[0] for one in token_ids.split(lengths)])
-
-    with torch.no_grad():
-        names = config.mixture.linears if kind == "KimiLinear" else PROJ_NAMES
-        model = architecture.Model(config, PlainWeights(tensors, names))
-        logits = model.logits(model(token_ids, CausalContext(lengths)))
-        assert expected().abs().max() > 1
-        assert_near(logits, expected(), movement(expected, peer.parameters()))
-    table = {row.name: row.shape for row in architecture.parameters(config)}
-    assert table == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    peer = random_peer(*CASES[case])
+    check_logits(peer, peer.config.to_dict(), published(peer), [70, 40, 1, 10])
 
 
 def published(peer):

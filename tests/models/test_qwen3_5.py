@@ -5,15 +5,12 @@ import json
 
 import pytest
 import torch
-from plain_weights import PlainWeights
 from quantkit_kernels.backends import use_backend
 from safetensors.torch import save_file
+from stated_logits import check_logits
 from transformers_peers import QWEN_3_5, QWEN_3_5_DENSE, whole
-from ulp_bound import assert_near, movement
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models import find_architecture
-from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import check_stored, read_model
 
 VISION = "model.visual.patch_embed.proj.weight"
@@ -22,27 +19,12 @@ VISION = "model.visual.patch_embed.proj.weight"
 @pytest.mark.parametrize(("kind", "extra"), [("Qwen3_5Moe", QWEN_3_5), ("Qwen3_5", QWEN_3_5_DENSE)])
 def test_logits_equal_transformers(kind, extra):
     peer, config, tensors = whole(extra, kind)
-    architecture = find_architecture(config)
-    made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
-    with torch.no_grad(), use_backend("reference"):
-        model = architecture.Model(made, PlainWeights(tensors))
-        logits, expected = (
-            model.logits(model(token_ids, CausalContext([50]))),
-            peer(token_ids[None]).logits[0],
-        )
-        moved = movement(lambda: peer(token_ids[None]).logits[0], peer.parameters())
-    assert expected.abs().max() > 1
-    assert_near(logits, expected, moved)
-    assert {row.name: row.shape for row in architecture.parameters(made)} == {
-        name: tuple(one.shape) for name, one in tensors.items()
-    }
-    flat = {name.replace("language_model.", ""): one for name, one in tensors.items()}
-    text = config["text_config"]
-    alone = find_architecture(text).Config.from_dict(text)
-    with torch.no_grad(), use_backend("reference"):
-        model = architecture.Model(alone, PlainWeights(flat))
-        assert torch.equal(model.logits(model(token_ids, CausalContext([50]))), logits)
-    assert {row.name for row in architecture.parameters(alone)} == {*flat}
+    text, flat = config["text_config"], {}
+    for name, one in tensors.items():
+        flat[name.replace("language_model.", "")] = one
+    with use_backend("reference"):
+        _, found, _ = check_logits(peer, config, tensors, [50])
+        assert torch.equal(check_logits(peer, text, flat, [50])[1], found)
 
 
 def test_stacked_experts_are_those_of_one_by_one(tmp_path):

@@ -1,21 +1,18 @@
-"""Qwen3.8-Flash-Next against transformers, in float32 on tiny random models, and over a cache,
-however a text is cut."""
+"""Qwen3.8-Flash-Next against transformers, in float32 on tiny random models, and as it is
+published."""
 
 import json
-import random
 
 import make_model
 import pytest
 import torch
-from cut_texts import furthest_from_whole
-from engines import check_same_answers, load
-from plain_weights import PlainWeights
+from engines import load
 from refused import refused
 from small_recipe import SMALL
+from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, write
 from transformers_peers import FLASH_NEXT, whole
-from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -24,7 +21,6 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper_connections import expand_streams, pack_streams, unpack_streams
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.run import quantize
 
@@ -39,44 +35,25 @@ TEXT = {**CONFIGS["qwen4_exp"]["text_config"], "indexer_n_heads": 24}
 TABLE = "model.language_model.layers.1.ple.ple_embedding"
 
 
-def forward(config_dict, tensors):
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-    return architecture, config, architecture.Model(config, PlainWeights(tensors))
-
-
+@torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
-    """Of the whole stack, and layer by layer; under the names of the model alone, too."""
+    """Under the names of the model alone, too."""
     peer, config_dict, tensors = whole({**FLASH_NEXT, **CASES[case]}, "Qwen4Exp")
-    architecture, config, model = forward(config_dict, tensors)
-
-    def stated():
-        return torch.cat([peer(own[None]).logits[0] for own in TOKEN_IDS.split(LENGTHS)])
-
-    with torch.no_grad():
-        expected, moved = stated(), movement(stated, peer.parameters())
-        found = model(TOKEN_IDS, CausalContext(LENGTHS))
-        assert expected.abs().max() > 1
-        assert_near(model.logits(found), expected, moved)
-        text = {**config_dict["text_config"], "indexer_budget": 60}
-        seeing_all = forward({**config_dict, "text_config": text}, tensors)[2]
-        seen = seeing_all.logits(seeing_all(TOKEN_IDS, CausalContext(LENGTHS)))
-        assert (seen - expected).abs().max() > 1e-2, "the selection did nothing"
-        hidden = pack_streams(expand_streams(model.embedding[TOKEN_IDS], model.count), TOKEN_IDS)
-        context = CausalContext(LENGTHS)
-        for layer in model.layers:
-            hidden = layer.feed_forward(layer.attend(hidden, context), context)
-        streams = unpack_streams(hidden, model.count)[0]
-        end, _ = model.end(streams, model.norm, config.rms_norm_eps)
-        assert (end - found).abs().max() < 1e-4
-        flat = {name.replace("language_model.", ""): one for name, one in tensors.items()}
-        alone = forward({**config_dict["text_config"], "model_type": "qwen4_exp_text"}, flat)[2]
-        assert torch.equal(alone(TOKEN_IDS, CausalContext(LENGTHS)), found)
-    if config.tie_word_embeddings:
+    model, found, logits = check_logits(peer, config_dict, tensors, LENGTHS, TOKEN_IDS)
+    if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    table = {row.name: row.shape for row in architecture.parameters(config) if not row.optional}
-    assert table == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    text = config_dict["text_config"]
+    architecture, config, weights = opened(
+        {**config_dict, "text_config": {**text, "indexer_budget": 60}}, tensors
+    )
+    seen = architecture.Model(config, weights)
+    apart = seen.logits(seen(TOKEN_IDS, CausalContext(LENGTHS))) - logits
+    assert apart.abs().max() > 1e-2, "the selection did nothing"
+    flat = {name.replace("language_model.", ""): one for name, one in tensors.items()}
+    architecture, config, weights = opened({**text, "model_type": "qwen4_exp_text"}, flat)
+    alone = architecture.Model(config, weights)
+    assert torch.equal(alone(TOKEN_IDS, CausalContext(LENGTHS)), found)
 
 
 def test_the_hash_is_that_of_the_release():
@@ -89,34 +66,6 @@ def test_the_hash_is_that_of_the_release():
     assert sizes.primes[:3] == (20000003, 20000023, 20000033)
     assert sizes.primes[-1] == 20000171
     assert sizes.part_rows == [2500012] * 128
-
-
-def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
-    """Keys are cached as they are, not in 16 bits, by which experts would change."""
-    monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
-    path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-    loaded = load_model(path, device="cpu", dtype="float32")
-    assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
-
-
-def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
-    """Prompts in chunks and beside steps, requests that make way for others, captured steps."""
-    path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-    check_same_answers(path, (True, {}))
-
-
-def test_a_cache_of_codes_is_as_it_is_simulated(tmp_path, monkeypatch):
-    for user in ("executor.weights.load", "models.context"):
-        monkeypatch.setattr(f"quantkit.{user}.cached_dtype", lambda dtype: dtype)
-    path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-    loaded = load_model(path, device="cpu", dtype="float32", cache="int8")
-    found = furthest_from_whole(loaded, random.Random(4), loaded.codes)
-    with torch.inference_mode():
-        text = torch.arange(90)
-        plain, coded = (
-            loaded.model(text, CausalContext([90], codes=codes)) for codes in (None, loaded.codes)
-        )
-    assert found < 1e-2 < (plain - coded).abs().max()
 
 
 def test_drafts_and_shared_beginnings_are_refused(tmp_path):

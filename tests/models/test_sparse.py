@@ -6,10 +6,10 @@ import pytest
 import torch
 from plain_weights import PlainWeights
 from refused import refused
+from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
 from tiny_models import random_tensors
 from transformers_peers import checkpoint_tensors, random_peer
-from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.executor.runner.attention_context import DecodeContext, MixedContext
@@ -27,43 +27,22 @@ CASES = TABLES["sparse_cases"]
 class Case:
     def __init__(self, kind, extra):
         self.peer = random_peer(kind, extra)
-        self.config = self.peer.config.to_dict()
-        self.tensors = checkpoint_tensors(self.peer)
-        self.architecture = find_architecture(self.config)
+        self.config, self.tensors = self.peer.config.to_dict(), checkpoint_tensors(self.peer)
 
-    def logits(self, lengths, token_ids, tensors=None, **changes):
-        config = self.architecture.Config.from_dict({**self.config, **changes})
-        model = self.architecture.Model(
-            config, PlainWeights(self.tensors if tensors is None else tensors)
-        )
+    def logits(self, lengths, token_ids, **changes):
+        architecture, config, weights = opened({**self.config, **changes}, self.tensors)
+        model = architecture.Model(config, weights)
         with torch.no_grad():
             return model.logits(model(token_ids, CausalContext(lengths)))
-
-    def expected(self, lengths, token_ids):
-        with torch.no_grad():
-            return torch.cat([self.peer(one[None]).logits[0] for one in token_ids.split(lengths)])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
     """Sequences longer than index_topk, as long, and shorter."""
-    one = Case(*CASES[case])
-    lengths = [40, 7, 5, 31]
-    token_ids = torch.randint(0, 211, (sum(lengths),))
-    expected, found = one.expected(lengths, token_ids), one.logits(lengths, token_ids)
-    assert expected.abs().max() > 1
-    assert_near(
-        found, expected, movement(lambda: one.expected(lengths, token_ids), one.peer.parameters())
-    )
-    assert (one.logits(lengths, token_ids, index_topk=40) - expected).abs().max() > 1e-2, (
-        "the selection did nothing"
-    )
-    table = {
-        row.name: row.shape
-        for row in one.architecture.parameters(one.architecture.Config.from_dict(one.config))
-        if not row.optional
-    }
-    assert table == {name: tuple(tensor.shape) for name, tensor in one.tensors.items()}
+    one, lengths, token_ids = Case(*CASES[case]), [40, 7, 5, 31], torch.randint(0, 211, (83,))
+    _, _, found = check_logits(one.peer, one.config, one.tensors, lengths, token_ids)
+    seeing_all = one.logits(lengths, token_ids, index_topk=40)
+    assert (seeing_all - found).abs().max() > 1e-2, "the selection did nothing"
 
 
 def test_up_to_topk_tokens_it_is_dense_attention():
@@ -149,9 +128,8 @@ def test_the_first_layer_shares_nothing():
 
 def test_a_layer_that_shares_is_not_computed_alone_on_long_texts():
     one = Case(*CASES["glm_moe_dsa-shared"])
-    layer = one.architecture.DecoderLayer(
-        one.architecture.Config.from_dict(one.config), 1, PlainWeights(one.tensors)
-    )
+    architecture, config, weights = opened(one.config, one.tensors)
+    layer = architecture.DecoderLayer(config, 1, weights)
     layer.attend(torch.randn(7, 64), CausalContext([7]))
     with refused("at most 7 tokens"):
         layer.attend(torch.randn(8, 64), CausalContext([8]))

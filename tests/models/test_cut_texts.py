@@ -1,0 +1,93 @@
+"""Families that keep more than keys and values: a text is the same however it is cut over a cache,
+in codes too, and an answer however it is computed."""
+
+import random
+
+import make_model
+import pytest
+import torch
+from cut_texts import furthest_from_whole
+from engines import check_same_answers
+from pangu_statement import random_tensors
+from tiny_models import CASES as TABLES
+from tiny_models import CONFIGS, write
+
+from quantkit.executor.weights.load import load_model
+from quantkit.models.context import CausalContext
+
+
+def text_of(name, **changes):
+    return {"text_config": {**CONFIGS[name]["text_config"], **changes}}
+
+
+PANGU = {**TABLES["openpangu_v2"], "vocab_size": 320}
+HY_V4 = (
+    "hy_v4",
+    {"index_n_heads": 24, "index_topk": 32, "indexer_types": ["full", "shared", "full"]},
+)
+QWEN4 = ("qwen4_exp", text_of("qwen4_exp", indexer_n_heads=24))
+CASES = [
+    ("deepseek_v4", {"compress_rate_csa": 4, "compress_rate_hca": 128}),
+    ("deepseek_v4", {"compress_rate_csa": 5, "compress_rate_hca": 70}),
+    ("glm5_next", text_of("glm5_next", index_n_heads=24, index_topk=32)),
+    HY_V4,
+    ("openpangu_v2", PANGU),
+    QWEN4,
+]
+"""Of 24 heads no score is 0. Groups of V4 end inside blocks, at their ends, and every second
+one."""
+
+
+@pytest.fixture
+def whole_numbers(monkeypatch):
+    """Caches keep what is computed, not 16 bits of it, by which other experts and other keys would
+    be chosen."""
+    for user in ("executor.weights.load", "models.context"):
+        monkeypatch.setattr(f"quantkit.{user}.cached_dtype", lambda dtype: dtype)
+
+
+def written(path, name, changes):
+    if changes is PANGU:
+        return make_model.write_dense(path, PANGU, random_tensors(PANGU))
+    return write(path, name, **changes)
+
+
+@pytest.mark.usefixtures("whole_numbers")
+@pytest.mark.parametrize(("name", "changes"), CASES)
+def test_a_text_is_the_same_however_it_is_cut(name, changes, tmp_path):
+    """Chunks of any lengths, steps, wrong guesses, and both in one pass."""
+    path = written(tmp_path / "model", name, changes)
+    loaded = load_model(path, device="cpu", dtype="float32")
+    assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
+
+
+@pytest.mark.usefixtures("whole_numbers")
+@pytest.mark.parametrize(("name", "changes"), [HY_V4, QWEN4])
+def test_a_cache_of_codes_is_as_it_is_simulated(name, changes, tmp_path):
+    path = write(tmp_path / "model", name, **changes)
+    loaded = load_model(path, device="cpu", dtype="float32", cache="int8")
+    found = furthest_from_whole(loaded, random.Random(4), loaded.codes)
+    with torch.inference_mode():
+        plain, coded = (
+            loaded.model(torch.arange(90), CausalContext([90], codes=codes))
+            for codes in (None, loaded.codes)
+        )
+    apart = (plain - coded).abs().max()
+    assert found < (1e-3 if name == "hy_v4" else 1e-2)
+    assert apart > (5e-2 if name == "hy_v4" else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "more"),
+    [
+        (
+            *HY_V4,
+            [(True, {"draft_length": 1}), (False, {"prefix_cache": True, "prompt_lookup": 2})],
+        ),
+        (*QWEN4, [(True, {})]),
+    ],
+)
+def test_answers_do_not_depend_on_how_they_are_computed(name, changes, more, tmp_path):
+    """Prompts in chunks and beside steps, requests that make way for others, captured steps, with
+    drafts of an MTP layer, beginnings that requests share."""
+    check_same_answers(write(tmp_path / "model", name, **changes), *more)
