@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 import pytest
 from commands import command
-from faulty_server import BROKEN, DONE, STOP, WHOLE, FaultyServer, chunk, event
+from faulty_server import BROKEN, DONE, STOP, WHOLE, FaultyServer, chunk, event, refuse
 from refused import refused
 
 from quantkit.evaluation.results.published import published_speeds_for
@@ -340,7 +340,7 @@ def test_a_reply_without_an_end_is_left():
 
 def test_endpoint_failures_are_reported():
     with (
-        FaultyServer(lambda wire, body: wire.refuse(429, "busy")) as faulty,
+        FaultyServer(refuse(429, "busy")) as faulty,
         refused("HTTP 429: busy"),
     ):
         measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2)

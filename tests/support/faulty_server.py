@@ -1,6 +1,6 @@
 """A real HTTP server that does what servers should not: what it writes is chosen byte by byte.
 
-with FaultyServer(lambda wire, body: wire.stream(chunk("4"), END)) as server:
+with FaultyServer(stream(chunk("4"), END)) as server:
     Endpoint(server.url)
 """
 
@@ -76,6 +76,34 @@ class Wire:
         self._handler.connection.close()
 
 
+def stream(*pieces, every_s=0.0, held_s=0.0):
+    """The answer that is these events, and is held open for a while."""
+
+    def answer(wire, body):
+        wire.stream(*pieces, every_s=every_s)
+        time.sleep(held_s)
+
+    return answer
+
+
+def chunked(*pieces, is_ended=True):
+    return lambda wire, body: wire.chunked(*pieces, is_ended=is_ended)
+
+
+def typed(kind, *pieces, **headers):
+    """Of another content type, or with more headers."""
+
+    def answer(wire, body):
+        wire.head(200, kind, **headers)
+        wire.write(*pieces)
+
+    return answer
+
+
+def refuse(status, message):
+    return lambda wire, body: wire.refuse(status, message)
+
+
 # Replies that are whole, however oddly sent: all say 你好 \u2028 4, with what str.splitlines breaks
 # lines at.
 TEXT = "你好 \u2028\u2029\u0085\x0b\x0c 4"
@@ -87,19 +115,15 @@ def _in_bytes(data):
 
 
 WHOLE = {
-    "plain": lambda wire, body: wire.stream(*_PIECES, END),
-    "separators inside text": lambda wire, body: wire.stream(chunk(TEXT), END),
-    "carriage returns": lambda wire, body: wire.stream(
-        *(piece.replace(b"\n", b"\r\n") for piece in (*_PIECES, END))
-    ),
-    "one byte at a time": lambda wire, body: wire.stream(*_in_bytes(b"".join(_PIECES) + END)),
-    "no empty lines": lambda wire, body: wire.stream(
+    "plain": stream(*_PIECES, END),
+    "separators inside text": stream(chunk(TEXT), END),
+    "carriage returns": stream(*(piece.replace(b"\n", b"\r\n") for piece in (*_PIECES, END))),
+    "one byte at a time": stream(*_in_bytes(b"".join(_PIECES) + END)),
+    "no empty lines": stream(
         *(piece.replace(b"\n\n", b"\n") for piece in (*_PIECES, STOP, USAGE, DONE))
     ),
-    "no end of the last line": lambda wire, body: wire.stream(
-        *_PIECES, (STOP + USAGE).rstrip(b"\n")
-    ),
-    "several lines an event": lambda wire, body: wire.stream(
+    "no end of the last line": stream(*_PIECES, (STOP + USAGE).rstrip(b"\n")),
+    "several lines an event": stream(
         *(
             b"event: x\nid: 1\ndata: "
             + b"\ndata: ".join(json.dumps(json.loads(p[6:]), indent=0).encode().split(b"\n"))
@@ -108,29 +132,21 @@ WHOLE = {
         ),
         END,
     ),
-    "comments and fields": lambda wire, body: wire.stream(
-        b": ping\n\nretry: 5\n\n", *_PIECES, b": ping\n\n", END
-    ),
-    "a byte order mark": lambda wire, body: wire.stream(
-        b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END
-    ),
-    "error null": lambda wire, body: wire.stream(
+    "comments and fields": stream(b": ping\n\nretry: 5\n\n", *_PIECES, b": ping\n\n", END),
+    "a byte order mark": stream(b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END),
+    "error null": stream(
         *(p.replace(b'{"choices"', b'{"error": null, "choices"') for p in (*_PIECES, STOP)), DONE
     ),
-    "fields that are null": lambda wire, body: wire.stream(
+    "fields that are null": stream(
         event({"choices": None, "usage": None}),
         chunk(TEXT, logprobs=None),
         event({"choices": [{"delta": None, "finish_reason": "stop"}]}),
         DONE,
     ),
-    "empty choices between": lambda wire, body: wire.stream(
-        _PIECES[0], event({"choices": []}), _PIECES[1], END
-    ),
-    "the word null as finish reason": lambda wire, body: wire.stream(
-        chunk(TEXT, finish_reason="null"), END
-    ),
-    "another choice besides": lambda wire, body: wire.stream(*_PIECES, chunk("no", index=1), END),
-    "content in parts": lambda wire, body: wire.stream(
+    "empty choices between": stream(_PIECES[0], event({"choices": []}), _PIECES[1], END),
+    "the word null as finish reason": stream(chunk(TEXT, finish_reason="null"), END),
+    "another choice besides": stream(*_PIECES, chunk("no", index=1), END),
+    "content in parts": stream(
         event(
             {
                 "choices": [
@@ -147,66 +163,42 @@ WHOLE = {
         event({"choices": [{"delta": {"content": [{"type": "text", "text": TEXT}]}}]}),
         END,
     ),
-    "reasoning in other fields": lambda wire, body: wire.stream(
+    "reasoning in other fields": stream(
         event({"choices": [{"delta": {"thinking": "hm"}}]}), chunk(TEXT), END
     ),
-    "the last event twice": lambda wire, body: wire.stream(
-        *_PIECES, STOP, STOP, USAGE, USAGE, DONE
-    ),
-    "usage null": lambda wire, body: wire.stream(
-        *_PIECES, STOP, event({"choices": [], "usage": None}), DONE
-    ),
-    "characters cut between chunks": lambda wire, body: wire.chunked(
-        *_in_bytes(b"".join(_PIECES) + END)
-    ),
-    "chunks without an end": lambda wire, body: wire.chunked(*_PIECES, END, is_ended=False),
-    "gone behind the finish reason": lambda wire, body: wire.chunked(
-        *_PIECES, STOP, is_ended=False
-    ),
-    "gzip": lambda wire, body: (
-        wire.head(200, STREAM, Content_Encoding="gzip"),
-        wire.write(gzip.compress(b"".join(_PIECES) + END)),
-    )[0],
-    "held open after the end": lambda wire, body: (wire.stream(*_PIECES, END), time.sleep(1.3))[0],
-    "a stream as text/plain": lambda wire, body: (
-        wire.head(200, "text/plain"),
-        wire.write(*_PIECES, END),
-    )[0],
-    "a stream as JSON": lambda wire, body: (
-        wire.head(200, "application/json"),
-        wire.write(*_PIECES, END),
-    )[0],
-    "usage in floats": lambda wire, body: wire.stream(
+    "the last event twice": stream(*_PIECES, STOP, STOP, USAGE, USAGE, DONE),
+    "usage null": stream(*_PIECES, STOP, event({"choices": [], "usage": None}), DONE),
+    "characters cut between chunks": chunked(*_in_bytes(b"".join(_PIECES) + END)),
+    "chunks without an end": chunked(*_PIECES, END, is_ended=False),
+    "gone behind the finish reason": chunked(*_PIECES, STOP, is_ended=False),
+    "gzip": typed(STREAM, gzip.compress(b"".join(_PIECES) + END), Content_Encoding="gzip"),
+    "held open after the end": stream(*_PIECES, END, held_s=1.3),
+    "a stream as text/plain": typed("text/plain", *_PIECES, END),
+    "a stream as JSON": typed("application/json", *_PIECES, END),
+    "usage in floats": stream(
         *_PIECES,
         STOP,
         event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}),
         DONE,
     ),
-    "the choice's number as text": lambda wire, body: wire.stream(chunk(TEXT, index="0"), END),
-    "the finish reason in capitals": lambda wire, body: wire.stream(
-        *_PIECES, chunk("", finish_reason="STOP"), DONE
-    ),
-    "error false": lambda wire, body: wire.stream(
+    "the choice's number as text": stream(chunk(TEXT, index="0"), END),
+    "the finish reason in capitals": stream(*_PIECES, chunk("", finish_reason="STOP"), DONE),
+    "error false": stream(
         *(
             piece.replace(b'{"choices"', b'{"error": false, "choices"')
             for piece in (*_PIECES, STOP)
         ),
         DONE,
     ),
-    "more length promised than sent": lambda wire, body: (
-        wire.head(200, STREAM, Content_Length="99999"),
-        wire.write(*_PIECES, END),
-    )[0],
-    "counts that are not known": lambda wire, body: wire.stream(
+    "more length promised than sent": typed(STREAM, *_PIECES, END, Content_Length="99999"),
+    "counts that are not known": stream(
         *_PIECES,
         STOP,
         event({"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": -1}}),
         DONE,
     ),
-    "the end in small letters": lambda wire, body: wire.stream(
-        *_PIECES, STOP, USAGE, b"data: [done]\n\n"
-    ),
-    "words that say it still works": lambda wire, body: wire.stream(
+    "the end in small letters": stream(*_PIECES, STOP, USAGE, b"data: [done]\n\n"),
+    "words that say it still works": stream(
         b"data: ping\n\n",
         _PIECES[0],
         b"event: keepalive\ndata: keep-alive\n\n",
@@ -214,91 +206,68 @@ WHOLE = {
         b"data: HEARTBEAT\n\n",
         END,
     ),
-    "JSON lines": lambda wire, body: (
-        wire.head(200, "application/x-ndjson"),
-        wire.write(*(piece.removeprefix(b"data: ") for piece in (*_PIECES, STOP, USAGE))),
-    )[0],
-    "junk behind the end": lambda wire, body: wire.stream(*_PIECES, END, b"data: {{{\n\n"),
-    "not streamed": lambda wire, body: (
-        wire.head(200, "application/json"),
-        wire.write(
-            json.dumps(
-                {"choices": [{"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"}]}
-            ).encode()
-        ),
-    )[0],
+    "JSON lines": typed(
+        "application/x-ndjson",
+        *(piece.removeprefix(b"data: ") for piece in (*_PIECES, STOP, USAGE)),
+    ),
+    "junk behind the end": stream(*_PIECES, END, b"data: {{{\n\n"),
+    "not streamed": typed(
+        "application/json",
+        json.dumps(
+            {"choices": [{"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"}]}
+        ).encode(),
+    ),
 }
 """A reply that is read whole."""
 
 BROKEN = {
     "reset": lambda wire, body: wire.reset(),
-    "cut in a line": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1][:30]),
-    "cut between lines": lambda wire, body: wire.stream(*_PIECES),
-    "no finish reason": lambda wire, body: wire.stream(*_PIECES, USAGE, DONE),
-    "half a line, then more": lambda wire, body: wire.stream(
-        _PIECES[0][:30] + b"\n", _PIECES[1], END
-    ),
-    "bytes before the first event": lambda wire, body: wire.stream(b"\0\0", *_PIECES, END),
-    "an event without its field": lambda wire, body: wire.stream(
-        _PIECES[0], _PIECES[1].removeprefix(b"data: "), END
-    ),
-    "ends of lines that are CR": lambda wire, body: wire.stream(
+    "cut in a line": stream(_PIECES[0], _PIECES[1][:30]),
+    "cut between lines": stream(*_PIECES),
+    "no finish reason": stream(*_PIECES, USAGE, DONE),
+    "half a line, then more": stream(_PIECES[0][:30] + b"\n", _PIECES[1], END),
+    "bytes before the first event": stream(b"\0\0", *_PIECES, END),
+    "an event without its field": stream(_PIECES[0], _PIECES[1].removeprefix(b"data: "), END),
+    "ends of lines that are CR": stream(
         *(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))
     ),
     "no body": lambda wire, body: wire.head(200, "application/json"),
-    "a word that says nothing known": lambda wire, body: wire.stream(
-        *_PIECES, b"data: overloaded\n\n", END
+    "a word that says nothing known": stream(*_PIECES, b"data: overloaded\n\n", END),
+    "JSON lines cut": typed(
+        "application/x-ndjson",
+        _PIECES[0].removeprefix(b"data: "),
+        _PIECES[1].removeprefix(b"data: ")[:30],
     ),
-    "JSON lines cut": lambda wire, body: (
-        wire.head(200, "application/x-ndjson"),
-        wire.write(_PIECES[0].removeprefix(b"data: "), _PIECES[1].removeprefix(b"data: ")[:30]),
-    )[0],
-    "content a number": lambda wire, body: wire.stream(
-        event({"choices": [{"delta": {"content": 7}}]}), END
-    ),
-    "data null": lambda wire, body: wire.stream(b"data: null\n\n", *_PIECES, END),
-    "data a number": lambda wire, body: wire.stream(*_PIECES, b"data: 7\n\n", END),
-    "an error in the stream": lambda wire, body: wire.stream(
-        _PIECES[0], event({"error": {"message": "out of memory"}})
-    ),
-    "HTML": lambda wire, body: (
-        wire.head(200, "text/html"),
-        wire.write(b"<html>Bad gateway</html>"),
-    )[0],
-    "nothing": lambda wire, body: wire.stream(),
-    "empty choices only": lambda wire, body: wire.stream(event({"choices": []}), DONE),
-    "bad gzip": lambda wire, body: (
-        wire.head(200, STREAM, Content_Encoding="gzip"),
-        wire.write(b"\x1f\x8b\x08 no gzip"),
-    )[0],
-    "cut gzip": lambda wire, body: (
-        wire.head(200, STREAM, Content_Encoding="gzip"),
-        wire.write(gzip.compress(_PIECES[0])[:-12]),
-    )[0],
-    "choices an object": lambda wire, body: wire.stream(event({"choices": {"0": 1}}), END),
-    "content a list": lambda wire, body: wire.stream(
-        event({"choices": [{"delta": {"content": [1]}}]}), END
-    ),
-    "usage a list": lambda wire, body: wire.stream(*_PIECES, event({"usage": [1]}), END),
-    "finish reason a number": lambda wire, body: wire.stream(chunk("4", finish_reason=1), END),
-    "given up": lambda wire, body: wire.stream(chunk("4", finish_reason="abort"), DONE),
-    "text after the end": lambda wire, body: wire.stream(*_PIECES, STOP, chunk("4"), END),
-    "not UTF-8 in JSON's place": lambda wire, body: wire.stream(b"data: \xff\xfe\n\n", END),
-    "nested without end": lambda wire, body: wire.stream(b"data: " + b"[" * 100_000 + b"\n\n", END),
+    "content a number": stream(event({"choices": [{"delta": {"content": 7}}]}), END),
+    "data null": stream(b"data: null\n\n", *_PIECES, END),
+    "data a number": stream(*_PIECES, b"data: 7\n\n", END),
+    "an error in the stream": stream(_PIECES[0], event({"error": {"message": "out of memory"}})),
+    "HTML": typed("text/html", b"<html>Bad gateway</html>"),
+    "nothing": stream(),
+    "empty choices only": stream(event({"choices": []}), DONE),
+    "bad gzip": typed(STREAM, b"\x1f\x8b\x08 no gzip", Content_Encoding="gzip"),
+    "cut gzip": typed(STREAM, gzip.compress(_PIECES[0])[:-12], Content_Encoding="gzip"),
+    "choices an object": stream(event({"choices": {"0": 1}}), END),
+    "content a list": stream(event({"choices": [{"delta": {"content": [1]}}]}), END),
+    "usage a list": stream(*_PIECES, event({"usage": [1]}), END),
+    "finish reason a number": stream(chunk("4", finish_reason=1), END),
+    "given up": stream(chunk("4", finish_reason="abort"), DONE),
+    "text after the end": stream(*_PIECES, STOP, chunk("4"), END),
+    "not UTF-8 in JSON's place": stream(b"data: \xff\xfe\n\n", END),
+    "nested without end": stream(b"data: " + b"[" * 100_000 + b"\n\n", END),
     "no HTTP": lambda wire, body: wire.write(b"SSH-2.0-OpenSSH_9.2\r\n"),
     "moved": lambda wire, body: wire.head(307, Location="http://127.0.0.1:1/v1/chat/completions"),
-    "an error with HTTP 200": lambda wire, body: (
-        wire.head(200, "application/json"),
-        wire.write(b'{"error": {"message": "overloaded", "code": 503}}'),
-    )[0],
-    "a part of the content of another type": lambda wire, body: wire.stream(
+    "an error with HTTP 200": typed(
+        "application/json", b'{"error": {"message": "overloaded", "code": 503}}'
+    ),
+    "a part of the content of another type": stream(
         event({"choices": [{"delta": {"content": [{"type": "image_url", "image_url": {}}]}}]}), END
     ),
-    "500": lambda wire, body: wire.refuse(500, "broken"),
-    "403": lambda wire, body: wire.refuse(403, "not this prompt"),
-    "400": lambda wire, body: wire.refuse(400, "bad prompt"),
-    "a silent stream": lambda wire, body: wire.stream(_PIECES[0], b"", every_s=1.0),
-    "bytes dripped without an event": lambda wire, body: wire.stream(*[b":"] * 15, every_s=0.1),
+    "500": refuse(500, "broken"),
+    "403": refuse(403, "not this prompt"),
+    "400": refuse(400, "bad prompt"),
+    "a silent stream": stream(_PIECES[0], b"", every_s=1.0),
+    "bytes dripped without an event": stream(*[b":"] * 15, every_s=0.1),
 }
 """A reply that cannot be read, and is its own sample's error."""
 

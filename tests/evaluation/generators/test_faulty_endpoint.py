@@ -17,6 +17,8 @@ from faulty_server import (
     FaultyServer,
     chunk,
     event,
+    refuse,
+    stream,
 )
 from refused import refused
 
@@ -65,18 +67,14 @@ def test_what_is_broken_fails_its_own_sample(name):
     ],
 )
 def test_a_refused_context_is_a_miss_with_its_name(message):
-    (reply,) = ask(lambda wire, body: wire.refuse(400, message))
+    (reply,) = ask(refuse(400, message))
     assert (reply.finish_reason, reply.error) == ("context", None)
     assert reply.refusal
     assert message in reply.refusal
 
 
 def test_a_context_refused_inside_the_stream_is_a_miss_too():
-    (reply,) = ask(
-        lambda wire, body: wire.stream(
-            event({"error": {"message": "maximum context length is 4096 tokens"}})
-        )
-    )
+    (reply,) = ask(stream(event({"error": {"message": "maximum context length is 4096 tokens"}})))
     assert (reply.finish_reason, reply.error) == ("context", None)
 
 
@@ -102,18 +100,18 @@ def test_a_time_to_wait_that_is_no_number_costs_no_sample():
     ],
 )
 def test_finish_reasons_are_read_or_kept(sent, read):
-    (reply,) = ask(lambda wire, body: wire.stream(chunk("4", finish_reason=sent), DONE))
+    (reply,) = ask(stream(chunk("4", finish_reason=sent), DONE))
     assert (reply.text, reply.finish_reason) == ("4", read)
 
 
 def test_a_slow_reply_is_not_a_silent_one():
-    (reply,) = ask(lambda wire, body: wire.stream(*[chunk("x")] * 8, END, every_s=0.1), retries=0)
+    (reply,) = ask(stream(*[chunk("x")] * 8, END, every_s=0.1), retries=0)
     assert (reply.text, reply.error) == ("x" * 8, None)
 
 
 @pytest.mark.parametrize("sent", [b"", b": wait\n\n"], ids=["nothing", "comments"])
 def test_a_server_that_says_nothing_is_left(sent):
-    (reply,) = ask(lambda wire, body: wire.stream(*[sent] * 8, every_s=0.2), retries=0)
+    (reply,) = ask(stream(*[sent] * 8, every_s=0.2), retries=0)
     assert "no answer in time" in (reply.error or "")
 
 
@@ -151,9 +149,7 @@ def test_tokens_under_way_are_known_within_a_factor_of_two(pieces, tokens):
 def test_a_reply_without_end_is_cut_off(monkeypatch):
     monkeypatch.setattr(endpoint, "LARGEST_REPLY", 100_000)
     tracemalloc.start()
-    (reply,) = ask(
-        lambda wire, body: wire.stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0
-    )
+    (reply,) = ask(stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0)
     assert tracemalloc.get_traced_memory()[1] < 30e6
     tracemalloc.stop()
     assert "a reply of more than" in (reply.error or "")
@@ -162,7 +158,7 @@ def test_a_reply_without_end_is_cut_off(monkeypatch):
 def test_a_line_without_end_is_cut_off(monkeypatch):
     monkeypatch.setattr("quantkit.evaluation.openai_server.LONGEST_LINE", 100_000)
     (reply,) = ask(
-        lambda wire, body: wire.stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)),
+        stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)),
         retries=0,
     )
     assert "a line of more than" in (reply.error or "")
@@ -205,9 +201,7 @@ def test_prompts_that_are_refused_one_by_one_do_not():
 def test_large_replies_are_whole():
     text = "x" * 3_000_000
     (reply,) = ask(
-        lambda wire, body: wire.stream(
-            chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE
-        ),
+        stream(chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE),
         timeout_s=20.0,
     )
     assert (len(reply.text), reply.completion_tokens) == (3_000_000, 9)
