@@ -7,6 +7,7 @@ import make_model
 import pytest
 import torch
 import transformers
+from quantized import quantized
 from refused import refused
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
@@ -21,10 +22,8 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization.convert import convert
-from quantkit.quantization.run import quantize
 
 CONFIG = make_model.CONFIGS["stacked"]
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
@@ -166,7 +165,7 @@ def test_the_published_model_runs_and_converts(published, tmp_path):
 def test_transformers_loads_what_was_made_plain(published, tmp_path):
     """Of MXFP4 as published, and of int4 with every expert by itself."""
     recipe = Recipe(scheme="awq-w4a16", methods=(), group_size=32)
-    quantize(published, tmp_path / "int4", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    quantized(published, tmp_path / "int4", recipe)
     for source in (published, tmp_path / "int4"):
         plain = convert(source, tmp_path / f"{source.name}-plain", dtype="float32").out
         loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(
@@ -228,12 +227,5 @@ def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart():
 def test_engines_and_the_checkup_know_it_as_it_is_published(published):
     assert check_checkpoint("vllm", Checkpoint.open(published)) == []
     with refused("vllm loads gpt_oss in mxfp4 only, not awq"):
-        quantize(
-            published,
-            published.parent / "no",
-            SCHEMES["awq-w4a16"],
-            "auto",
-            Recipe(scheme="awq-w4a16"),
-            engine="vllm",
-        )
+        quantized(published, published.parent / "no", "awq-w4a16", engine="vllm")
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"

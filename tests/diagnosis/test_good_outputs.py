@@ -8,6 +8,7 @@ import good_checkpoints
 import make_model
 import pytest
 import torch
+from quantized import quantized
 from sample_sizes import sized
 from tiny_models import CONFIGS
 from torch import Tensor
@@ -88,7 +89,7 @@ def test_an_output_is_good(model, written, tmp_path):
         # Experts at random are chosen at random: what drift makes up for is more than rounding.
         recipe = recipe.with_given(methods=("awq", "gptq"))
     torch.manual_seed(0)
-    quantize(source, tmp_path / "out", SCHEMES[scheme], format, recipe, device="cpu")
+    quantized(source, tmp_path / "out", recipe, format)
     for given in (None, str(source)):
         found = diagnose(str(tmp_path / "out"), source=given, depth="tensors").findings
         assert [one for one in found.found if one.severity != "note"] == [], found.to_json()

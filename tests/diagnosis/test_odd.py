@@ -11,13 +11,12 @@ import pytest
 import torch
 from commands import command
 from packed_model import rounded, write_packed
+from quantized import quantized
 from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
-from quantkit.quantization import quantize
 
 CONFIG = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
 
@@ -137,7 +136,7 @@ def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path):
     stored = {name: tensor - offsets[name] for name, tensor in random_tensors(config).items()}
     source = make_model.write_dense(tmp_path / "source", config, stored)
     recipe = Recipe(scheme="awq-w4a16", samples=4, held_out=1, seq_len=32, scale_points=3)
-    quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
+    quantized(source, tmp_path / "out", recipe)
     assert told(tmp_path / "out", source) == {}
 
 
@@ -269,7 +268,7 @@ def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(gemma,
     """GPTQ leaves half of its error in few directions where there are few; a norm may be moved
     while others stay zeros."""
     recipe = Recipe(scheme="int4-w4a8-groups", samples=8, seq_len=64)
-    quantize(gemma, tmp_path / "out", SCHEMES["int4-w4a8-groups"], "auto", recipe, device="cpu")
+    quantized(gemma, tmp_path / "out", recipe)
     assert told(tmp_path / "out", gemma) == {}
 
 

@@ -4,6 +4,7 @@ import make_model
 import pytest
 import quantkit_kernels as kernels
 from engines import note
+from quantized import quantized
 from quantkit_kernels.sizes import ExpertsSize, LinearSize
 from quantkit_kernels.weights import kind, shape
 from refused import refused
@@ -13,22 +14,13 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.linear_shapes import products
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES
-from quantkit.quantization import quantize
 
 
-def quantized(architecture, scheme, folder):
+def made(architecture, scheme, folder):
     source = make_model.write_dense(
         folder / "source", CONFIGS[architecture], random_tensors(CONFIGS[architecture])
     )
-    quantize(
-        source,
-        folder / "out",
-        SCHEMES[scheme],
-        "auto",
-        Recipe(scheme=scheme, methods=()),
-        device="cpu",
-    )
+    quantized(source, folder / "out", Recipe(scheme=scheme, methods=()))
     return folder / "out"
 
 
@@ -36,7 +28,7 @@ def quantized(architecture, scheme, folder):
     ("architecture", "scheme"), [("qwen3_moe", "rtn-w4a16"), ("llama", "int8-a8w8c16")]
 )
 def test_products_are_those_of_the_operators(architecture, scheme, tmp_path, monkeypatch):
-    path = quantized(architecture, scheme, tmp_path)
+    path = made(architecture, scheme, tmp_path)
     linears, experts = set(), set()
 
     def added(builder, index, gate, *_):
@@ -63,7 +55,7 @@ def test_products_are_those_of_the_operators(architecture, scheme, tmp_path, mon
 def test_ranks_have_their_part(tmp_path):
     """q, k and v are one product, and so are gate and up; what a rank reads of o and down is
     cut."""
-    checkpoint = Checkpoint.open(quantized("qwen3_moe", "rtn-w4a16", tmp_path))
+    checkpoint = Checkpoint.open(made("qwen3_moe", "rtn-w4a16", tmp_path))
     assert products(checkpoint).linears == (
         LinearSize("int4", 512, 256),
         LinearSize("int4", 256, 256),

@@ -10,6 +10,7 @@ import shutil
 import make_model
 import pytest
 import torch
+from quantized import quantized
 from refused import refused
 from tiny_models import CELLS, CONFIGS, PROMPTS, random_tensors, write
 from ulp_bound import assert_near, write_nudged
@@ -28,7 +29,6 @@ from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
-from quantkit.quantization.run import quantize
 
 USUAL = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16", "int4-w4a8")
 CALIBRATED = ("nvfp4-w4a4", "int8-a8w8c8")
@@ -124,9 +124,9 @@ def test_quantized_model_stays_near_its_source(source, tmp_path, scheme):
     )
     if source.name in OTHER_CACHES and SCHEMES[scheme].cache is not None:
         with refused("this model keeps another"):
-            quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
+            quantized(source, tmp_path / "out", recipe)
         return
-    quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
+    quantized(source, tmp_path / "out", recipe)
     _, expected = logprobs_of_source(source)
     _, found = logprobs(tmp_path / "out")
     moved = [abs(ours[0] - theirs[0]) for ours, theirs in zip(found, expected)]
@@ -189,14 +189,7 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source, tmp_path, schem
             if scheme in CALIBRATED
             else {"methods": ()}
         )
-        quantize(
-            any_source,
-            model := tmp_path / "out",
-            SCHEMES[scheme],
-            "auto",
-            Recipe(scheme=scheme, **few),
-            device="cpu",
-        )
+        quantized(any_source, model := tmp_path / "out", Recipe(scheme=scheme, **few))
     drafts = json.loads((model / "config.json").read_text()).get("num_nextn_predict_layers", 0)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for draft_length in {0, drafts}:
@@ -237,14 +230,7 @@ def test_a_quantized_model_computes_its_dequantized_weights(source, tmp_path, mo
     the weights that it stands for. A cache of 16 bits would make 1e-3 of a last place."""
     _skip_unasked(source, "int4" in CELLS[source.name])
     monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
-    quantize(
-        source,
-        tmp_path / "int4",
-        SCHEMES["rtn-w4a16"],
-        "auto",
-        Recipe(scheme="rtn-w4a16"),
-        device="cpu",
-    )
+    quantized(source, tmp_path / "int4", "rtn-w4a16")
     convert(tmp_path / "int4", tmp_path / "plain", dtype="float32")
     (tokens, found), (same, expected) = logprobs(tmp_path / "int4"), logprobs(tmp_path / "plain")
     assert tokens == same
@@ -330,8 +316,8 @@ def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps({**config, "model_type": "never_heard_of"}))
     recipe = Recipe(scheme=scheme, methods=())
-    quantize(source, tmp_path / "known", SCHEMES[scheme], "auto", recipe, device="cpu")
-    quantize(unknown, tmp_path / "by-name", SCHEMES[scheme], "auto", recipe, device="cpu")
+    quantized(source, tmp_path / "known", recipe)
+    quantized(unknown, tmp_path / "by-name", recipe)
     known, by_name = Checkpoint.open(tmp_path / "known"), Checkpoint.open(tmp_path / "by-name")
     assert set(known.linears) <= set(by_name.linears)
     extra = set(by_name.linears) - set(known.linears)
@@ -352,11 +338,4 @@ def test_an_unknown_architecture_is_rounded_by_name(source, tmp_path, scheme):
             for name in known.parts(module):
                 assert torch.equal(known.read(name), by_name.read(name)), name
     with refused("never_heard_of"):
-        quantize(
-            unknown,
-            tmp_path / "no",
-            SCHEMES["awq-w4a16"],
-            "auto",
-            Recipe(scheme="awq-w4a16"),
-            device="cpu",
-        )
+        quantized(unknown, tmp_path / "no", "awq-w4a16")

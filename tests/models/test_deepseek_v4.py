@@ -8,6 +8,7 @@ import make_model
 import pytest
 import torch
 from cut_texts import cut_at_random
+from quantized import quantized
 from refused import refused
 from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
@@ -24,11 +25,9 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model, open_model
 from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.deepseek_v4.dspark import head_parameters
-from quantkit.quantization.run import quantize
 
 CASES = TABLES["deepseek_v4_cases"]
 
@@ -264,7 +263,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
         )
         assert torch.equal(dequantize(checkpoint.weight(name)), expected), name
     recipe = Recipe(scheme="mxfp4-w4a16", methods=())
-    quantize(source, tmp_path / "out", SCHEMES["mxfp4-w4a16"], "auto", recipe, device="cpu")
+    quantized(source, tmp_path / "out", recipe)
     out = Checkpoint.open(tmp_path / "out")
     for name in ("layers.1.ffn.experts.0.w1", "mtp.0.ffn.experts.2.w2"):
         assert torch.equal(dequantize(out.weight(name)), dequantize(checkpoint.weight(name)))
@@ -275,14 +274,7 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     guessed = [drafted(path, 2)[0] for path in (source, tmp_path / "out")]
     assert guessed == [drafted(path, 0)[0] for path in (source, tmp_path / "out")]
     with refused("by token id"):
-        quantize(
-            source,
-            tmp_path / "no",
-            SCHEMES["awq-w4a16"],
-            "auto",
-            Recipe(scheme="awq-w4a16", prune=0.25),
-            device="cpu",
-        )
+        quantized(source, tmp_path / "no", Recipe(scheme="awq-w4a16", prune=0.25))
 
 
 def test_what_an_engine_does_not_serve_is_refused(tmp_path):
@@ -309,7 +301,7 @@ def test_a_dspark_head_drafts_and_is_not_run_as_an_mtp_layer(tmp_path):
     }
     source = make_model.write_dense(tmp_path / "source", config, tensors | head)
     recipe = Recipe(scheme="rtn-w4a16")
-    quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe, device="cpu")
+    quantized(source, tmp_path / "out", recipe)
     out = Checkpoint.open(tmp_path / "out")
     assert all(torch.equal(out.read(name).float(), one.float()) for name, one in head.items())
     for model in (source, tmp_path / "out"):

@@ -6,6 +6,7 @@ import torch
 import transformers
 from letters import write_letters
 from make_model import write_dense
+from quantized import quantized
 from refused import refused
 from tiny_models import CASES as TABLES
 from transformers_peers import checkpoint_tensors
@@ -16,10 +17,8 @@ from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.worker import lead_or_follow
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture, is_known
 from quantkit.models.hf_traced.full_model import TransformersModel
-from quantkit.quantization.run import quantize
 
 SIZES = TABLES["fallback"]
 CASES = TABLES["fallback_cases"]
@@ -85,7 +84,7 @@ def test_they_are_calibrated(case, tmp_path):
         sweeps=2,
         group_size=32,
     )
-    report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
+    report = quantized(source, tmp_path / "out", recipe)
     assert 0 < report.findings.next_token["kl"] < 0.5
     (done,) = open_engine(EngineOptions(tmp_path / "out", device="cpu")).generate(
         [[5, 6, 7]], SamplingParams(max_new_tokens=4)

@@ -6,20 +6,18 @@ import re
 import make_model
 import pytest
 import torch
+from quantized import quantized
 from stated_logits import causal, check_logits, check_mtp, mtp_tensors, opened
 from tiny_models import CASES as TABLES
 from tiny_models import write
 from transformers_peers import GATED, hy_v4
 
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
 from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
-from quantkit.quantization.run import quantize
 
 CASES = TABLES["hy_v4_cases"]
 LENGTHS = [40, 7, 1]
@@ -162,7 +160,7 @@ def test_the_release_in_mxfp8_is_read_to_the_bit(tmp_path):
             else found.read(row.name)
         )
         assert torch.equal(read.float(), expected[row.name].float()), row.name
-    quantize(made, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    quantized(made, tmp_path / "out", "rtn-w4a16")
     found = diagnose(str(tmp_path / "out"), source=str(made), depth="tensors").findings.found
     assert not [one for one in found if one.severity == "error"]
 
@@ -170,7 +168,7 @@ def test_the_release_in_mxfp8_is_read_to_the_bit(tmp_path):
 def test_a_damaged_config_is_found_and_repaired(tmp_path):
     """By texts that its layers, which share an indexer, see whole."""
     path = write(tmp_path / "model", "hy_v4", **SHARED)
-    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    quantized(path, tmp_path / "out", "rtn-w4a16")
     file = tmp_path / "out/config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "rope_interleave": False, "hc_magnitude": 1.0}))

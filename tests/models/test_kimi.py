@@ -7,18 +7,16 @@ import make_model
 import pytest
 import torch
 from packed_model import write_packed
+from quantized import quantized
 from refused import refused
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.quantization.run import quantize
 
 TEXT = make_model.tiny_config(
     model_type="kimi_k2", num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0
@@ -58,14 +56,7 @@ def test_the_text_model_computes_what_deepseek_v3_does(sources):
 
 
 def test_what_is_beside_the_text_model_is_copied(sources, tmp_path):
-    report = quantize(
-        sources[1],
-        tmp_path / "out",
-        SCHEMES["rtn-w4a16"],
-        "auto",
-        Recipe(scheme="rtn-w4a16"),
-        device="cpu",
-    )
+    report = quantized(sources[1], tmp_path / "out", "rtn-w4a16")
     written, source = Checkpoint.open(report.out), Checkpoint.open(sources[1])
     assert all(torch.equal(written.read(name), source.read(name)) for name in VISION)
     assert "language_model.model.layers.1.mlp.experts.3.down_proj" in written.linears

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from make_model import write_dense
+from quantized import quantized
 from refused import refused
 from tiny_models import CASES as TABLES
 from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
@@ -104,22 +105,15 @@ def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
     source = written(tmp_path / "granite", "Granite", {"tie_word_embeddings": False})
     told = []
     recipe = Recipe(scheme="rtn-w4a16")
-    report = quantize(
-        source,
-        tmp_path / "out",
-        SCHEMES["rtn-w4a16"],
-        "auto",
-        recipe,
-        on_event=lambda event: told.append(str(event)),
+    report = quantized(
+        source, tmp_path / "out", recipe, on_event=lambda event: told.append(str(event))
     )
     assert report.coverage.share == 1.0
     assert any("transformers' modules" in line for line in told)
     left = "model.embed_tokens.weight (0.027 M), lm_head.weight (0.027 M)"
     assert dict(report.facts())["quantized"].endswith(f"left at 16 bits: {left}")
     ignoring = Mixture(ignore=("re:.*mlp.*", "re:.*layers.0.*"))
-    fewer = quantize(
-        source, tmp_path / "fewer", SCHEMES["rtn-w4a16"], "auto", recipe, mixture=ignoring
-    )
+    fewer = quantized(source, tmp_path / "fewer", recipe, mixture=ignoring)
     assert fewer.coverage.share < recipe.least_quantized, "what is left out was asked for"
 
 
@@ -155,9 +149,7 @@ def test_experts_that_are_published_in_one_tensor_are_cut_up(tmp_path):
         "GraniteMoe",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
     )
-    report = quantize(
-        source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16")
-    )
+    report = quantized(source, tmp_path / "out", "rtn-w4a16")
     assert report.coverage.share > 0.98
     one = "model.layers.1.block_sparse_moe.experts.3"
     before, out = Checkpoint.open(source), Checkpoint.open(tmp_path / "out")

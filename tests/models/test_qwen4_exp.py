@@ -7,6 +7,7 @@ import make_model
 import pytest
 import torch
 from engines import load
+from quantized import quantized
 from refused import refused
 from small_recipe import SMALL
 from stated_logits import check_logits, opened
@@ -18,11 +19,9 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
-from quantkit.quantization.run import quantize
 
 CASES = TABLES["qwen4_exp_cases"]
 LENGTHS = [40, 7, 1]
@@ -108,7 +107,7 @@ def test_a_table_in_fp8_is_looked_up_and_kept_as_it_is(tmp_path):
         )
     assert torch.equal(expected, found)
     recipe = Recipe(scheme="awq-w4a16", **SMALL)
-    quantize(coded, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    quantized(coded, tmp_path / "out", recipe)
     for folder in (coded, tmp_path / "out"):
         errors = [one for one in diagnose(str(folder)).findings.found if one.severity == "error"]
         assert not errors

@@ -5,6 +5,7 @@ import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
+from quantized import quantized
 from refused import refused
 from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
@@ -15,10 +16,8 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.executor.runner.attention_context import DecodeContext, MixedContext
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.quantization.run import quantize
 
 CASES = TABLES["sparse_cases"]
 """7 tokens of up to 40 are seen."""
@@ -139,12 +138,5 @@ def test_a_calibration_on_longer_texts_is_refused_before_it_begins(tmp_path):
     source = written(tmp_path, **SHARED)
     recipe = Recipe(scheme="awq-w4a16", seq_len=13)
     with refused("12 at most"):
-        quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
-    quantize(
-        source,
-        tmp_path / "out",
-        SCHEMES["rtn-w4a16"],
-        "auto",
-        Recipe(scheme="rtn-w4a16", seq_len=13),
-        device="cpu",
-    )
+        quantized(source, tmp_path / "out", recipe)
+    quantized(source, tmp_path / "out", Recipe(scheme="rtn-w4a16", seq_len=13))

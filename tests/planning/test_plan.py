@@ -9,6 +9,7 @@ import pytest
 import r1_headers
 from commands import typed
 from packed_model import write_random
+from quantized import quantized
 from refused import refused
 from tied_model import TIED, tied_tensors
 
@@ -134,14 +135,7 @@ def test_output_bytes_are_those_written(tmp_path, scheme):
     source = write(tmp_path / "source", config, make_model.random_tensors(config))
     planned = made(source, scheme)
     few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme in CALIBRATED else {"methods": ()}
-    report = quantize(
-        source,
-        tmp_path / "out",
-        find_scheme(scheme),
-        "auto",
-        Recipe(scheme=scheme, **few),
-        device="cpu",
-    )
+    report = quantized(source, tmp_path / "out", Recipe(scheme=scheme, **few))
     assert planned.output_bytes == report.output_bytes
     assert sum(planned.output_bytes_by_part.values()) == report.output_bytes
 
@@ -167,14 +161,7 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path):
     source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
     planned = typed(f"plan {source} --scheme rtn-w4a16 --devices 2x1GiB --json").json
     assert typed(f"plan {source} --scheme rtn-w4a16").code == 0
-    report = quantize(
-        source,
-        tmp_path / "out",
-        find_scheme("rtn-w4a16"),
-        "auto",
-        load_recipe("rtn-w4a16"),
-        device="cpu",
-    )
+    report = quantized(source, tmp_path / "out", load_recipe("rtn-w4a16"))
     assert planned["output_bytes"] == report.output_bytes
     assert not planned["fits"], "4 GiB are reserved"
     assert planned["devices"]["cache_tokens"] is None

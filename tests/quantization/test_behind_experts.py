@@ -5,6 +5,7 @@ import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
+from quantized import quantized
 from refused import refused
 from tiny_models import CONFIGS
 
@@ -12,10 +13,8 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.quantization import quantize
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -102,7 +101,7 @@ def said(path, sequences):
 
 def agrees(source, out, recipe):
     """KL that the report tells, and that of the whole models on the same text."""
-    report = quantize(source, out, SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    report = quantized(source, out, recipe)
     sizes = {
         "samples": recipe.samples,
         "held_out": recipe.held_out,
@@ -128,12 +127,5 @@ def test_of_experts_that_were_left_out_too(name, tmp_path):
 
 def test_grids_by_their_cost_are_refused(source, tmp_path):
     with refused("after its experts"):
-        quantize(
-            source,
-            tmp_path / "out",
-            SCHEMES["awq-w4a16"],
-            "auto",
-            recipe_of(source),
-            mixture=Mixture(bits=5.0),
-        )
+        quantized(source, tmp_path / "out", recipe_of(source), mixture=Mixture(bits=5.0))
     assert not (tmp_path / "out").exists()

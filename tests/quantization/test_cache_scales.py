@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
+from quantized import quantized
 from quantkit_kernels import KeySteps
 from refused import refused
 from safetensors.torch import load_file, save_file
@@ -56,9 +57,7 @@ def sources(tmp_path_factory):
 
 def run(source, out, text, scheme="int8-a8w8c8", on_event=ignore_event):
     recipe = Recipe(scheme=scheme, calibration=str(text), output_curvature=False, **SMALL)
-    return quantize(
-        source, out, find_scheme(scheme), "modelslim", recipe, device="cpu", on_event=on_event
-    ).out
+    return quantized(source, out, recipe, "modelslim", on_event=on_event).out
 
 
 @pytest.fixture(scope="module")

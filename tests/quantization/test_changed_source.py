@@ -9,6 +9,7 @@ import make_model
 import pytest
 import quantize_job
 from output_files import files
+from quantized import quantized
 from refused import refused
 
 from quantkit.calibrate.recipe import Recipe
@@ -16,9 +17,7 @@ from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Progress, ignore_event
-from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import conversion_plan as convert_module
-from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
 
 
@@ -39,21 +38,11 @@ def awq(source, out, on_event=ignore_event):
     text = out.with_name("text.txt")
     text.write_text("what is read may change, and who reads it must know. " * 20)
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
-    return quantize(
-        source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu", on_event=on_event
-    ).done_already
+    return quantized(source, out, recipe, on_event=on_event).done_already
 
 
 def rtn(source, out, on_event=ignore_event):
-    return quantize(
-        source,
-        out,
-        find_scheme("rtn-w4a16"),
-        "auto",
-        Recipe(scheme="rtn-w4a16"),
-        device="cpu",
-        on_event=on_event,
-    ).done_already
+    return quantized(source, out, "rtn-w4a16", on_event=on_event).done_already
 
 
 def to_fp16(source, out, on_event=ignore_event):

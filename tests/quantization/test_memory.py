@@ -7,6 +7,7 @@ import make_model
 import pytest
 import quantize_job
 from letters import write_letters
+from quantized import quantized
 from refused import refused
 
 from quantkit.calibrate.recipe import Recipe, load_recipe
@@ -14,7 +15,6 @@ from quantkit.common.sizes import parse_bytes
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import quantize
 
 
 def planned(source, scheme, **changes):
@@ -47,25 +47,9 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source, t
         r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or "
         r"more",
     ):
-        quantize(
-            source,
-            tmp_path / "out",
-            find_scheme("rtn-w4a16"),
-            "auto",
-            recipe,
-            device="cpu",
-            memory=parse_bytes("100MiB"),
-        )
+        quantized(source, tmp_path / "out", recipe, memory=parse_bytes("100MiB"))
     assert list(tmp_path.iterdir()) == []
-    report = quantize(
-        source,
-        tmp_path / "out",
-        find_scheme("rtn-w4a16"),
-        "auto",
-        recipe,
-        device="cpu",
-        memory=parse_bytes("1GiB"),
-    )
+    report = quantized(source, tmp_path / "out", recipe, memory=parse_bytes("1GiB"))
     assert report.planned_memory < 2**30
 
 
@@ -76,15 +60,7 @@ def test_a_refusal_names_the_most_texts_that_fit(source, tmp_path):
         for count in (41, 42)
     )
     with refused("--samples 41, which fits"):
-        quantize(
-            source,
-            tmp_path / "out",
-            find_scheme("awq-w4a16"),
-            "auto",
-            recipe,
-            device="cpu",
-            memory=(few + fewer) // 2,
-        )
+        quantized(source, tmp_path / "out", recipe, memory=(few + fewer) // 2)
 
 
 def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(

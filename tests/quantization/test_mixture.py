@@ -10,6 +10,7 @@ import small_recipe
 import torch
 from commands import command
 from letters import write_letters
+from quantized import quantized
 from refused import refused
 from safetensors import safe_open
 
@@ -25,7 +26,6 @@ from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import quantize
 from quantkit.quantization.job import open_job
 from quantkit.quantization.mixed_precision import Mixture, kept_grids
 from quantkit.quantization.request import read_request
@@ -65,9 +65,7 @@ def dense(tmp_path_factory):
 
 def run(source, out, text, mixture, scheme="awq-w4a16", **options):
     recipe = Recipe(scheme=scheme, calibration=text, **SMALL)
-    return quantize(
-        source, out, find_scheme(scheme), "auto", recipe, mixture=mixture, device="cpu", **options
-    )
+    return quantized(source, out, recipe, mixture=mixture, **options)
 
 
 @pytest.fixture(scope="module")
@@ -313,15 +311,7 @@ def test_int8_before_latent_attention(dense, tmp_path):
     """What Ascend's fused operator computes is int8, everything else of the scheme's grid; no
     calibration is needed for it."""
     recipe = Recipe(scheme="rtn-w4a16", methods=())
-    report = quantize(
-        dense,
-        tmp_path / "out",
-        find_scheme("rtn-w4a16"),
-        "auto",
-        recipe,
-        mixture=Mixture(preset="int8-attention"),
-        device="cpu",
-    )
+    report = quantized(dense, tmp_path / "out", recipe, mixture=Mixture(preset="int8-attention"))
     written = Checkpoint.open(report.out)
     grids = {
         row.projection: written.linears[row.module].grid

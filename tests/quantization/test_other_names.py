@@ -9,6 +9,7 @@ import pytest
 import quantize_job
 import torch
 from letters import write_letters
+from quantized import quantized
 from torch.nn import functional as F
 
 from quantkit.calibrate.recipe import Recipe
@@ -117,14 +118,7 @@ def test_engines_parts_and_memory_are_asked_of_its_table(model):
 def test_the_executor_runs_it(model, tmp_path):
     """Rounded: every greedy token is the best of the full forward, and experts compute w2(SiLU(w1
     x) * w3 x)."""
-    out = quantize(
-        model,
-        tmp_path / "out",
-        find_scheme("rtn-w4a16"),
-        "awq",
-        Recipe(scheme="rtn-w4a16"),
-        device="cpu",
-    ).out
+    out = quantized(model, tmp_path / "out", "rtn-w4a16", "awq").out
     engine = Engine.load(out, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
     prompt = list(range(20, 40))
     (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -148,9 +142,7 @@ def test_int4_of_ascend_cuts_w2_along_its_inputs(model, tmp_path):
     their names: w2 is such as down_proj is, and of other names none is written."""
     text = write_letters(tmp_path / "calibration.txt")
     settings = Recipe(scheme="int4-w4a8", calibration=str(text), **quantize_job.SMALL)
-    report = quantize(
-        model, tmp_path / "out", find_scheme("int4-w4a8"), "auto", settings, device="cpu"
-    )
+    report = quantized(model, tmp_path / "out", settings)
     found, expert = Checkpoint.open(report.out), "blocks.1.moe.experts.2"
     for side, slices in (("w1", 1), ("w2", 16), ("w3", 1)):
         weight = IntWeight.of(found.weight(f"{expert}.{side}"))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import command
 from output_files import files
+from quantized import quantized
 from small_recipe import SMALL
 
 from quantkit.calibrate.recipe import Recipe
@@ -18,7 +19,6 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import quantize
 from quantkit.quantization.pruning import experts_to_keep
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -44,7 +44,7 @@ def source(tmp_path_factory):
 
 def run(source, text, out, scheme="awq-w4a16", prune=0.5, listen=ignore_event):
     recipe = Recipe(scheme=scheme, calibration=str(text), prune=prune, **SMALL)
-    quantize(source, out, find_scheme(scheme), "auto", recipe, device="cpu", on_event=listen)
+    quantized(source, out, recipe, on_event=listen)
     return out
 
 
@@ -178,9 +178,7 @@ def test_a_run_stopped_while_it_chooses_goes_on(source, text, pruned, tmp_path):
 def quantize_again(source, text, out):
     """Whether a finished run given again has nothing to do."""
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), prune=0.5, **SMALL)
-    return quantize(
-        source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu"
-    ).done_already
+    return quantized(source, out, recipe).done_already
 
 
 def test_every_tensor_of_the_source_is_accounted_for(source, pruned):

@@ -10,6 +10,7 @@ import make_model
 import pytest
 import torch
 from output_files import files
+from quantized import quantized
 from refused import refused
 
 from quantkit.calibrate import scales
@@ -66,9 +67,7 @@ def source(tmp_path_factory):
 def run(source, out, scheme, text, on_event=lambda event: None, **changes):
     format_name = str(changes.pop("format", "auto"))
     recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
-    return quantize(
-        source, out, find_scheme(scheme), format_name, recipe, device="cpu", on_event=on_event
-    )
+    return quantized(source, out, recipe, format_name, on_event=on_event)
 
 
 MADE = ("awq-w4a16", "rtn-w4a16", "fp4-w4a16", "mxfp4-w4a16", "int8-a8w8c16")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
+from quantized import quantized
 from refused import refused
 from size_coverage import covered
 from small_recipe import SMALL
@@ -24,7 +25,6 @@ from quantkit.planning.plan import plan
 from quantkit.quantization.convert import convert
 from quantkit.quantization.job import open_job
 from quantkit.quantization.request import read_request
-from quantkit.quantization.run import quantize
 
 ODD = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}
 
@@ -37,7 +37,7 @@ def source_of(folder, family="llama", **sizes):
 def rounded(source, out, scheme="rtn-w4a16", **options):
     given = options.pop("format", "auto")
     recipe = Recipe(scheme=scheme, methods=(), **SMALL)
-    return quantize(source, out, SCHEMES[scheme], given, recipe, **options)
+    return quantized(source, out, recipe, given, **options)
 
 
 def group_sizes(path):
@@ -126,7 +126,7 @@ def test_a_given_group_size_is_not_changed(tmp_path):
     source = source_of(tmp_path)
     recipe = Recipe(scheme="rtn-w4a16", methods=(), group_size=128)
     with refused(r"group size 128 does not divide the 192 .*--group-size 64"):
-        quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe)
+        quantized(source, tmp_path / "out", recipe)
 
 
 def test_blocks_that_do_not_fit_are_written_as_the_engine_can_read_them(tmp_path):

@@ -6,6 +6,7 @@ import json
 import make_model
 import pytest
 import torch
+from quantized import quantized
 from refused import refused
 from tied_model import TIED, tied_tensors
 
@@ -51,15 +52,7 @@ def difference(path, dtype):
 def test_what_quantize_writes_computes_in_transformers(source, tmp_path, scheme, dtype, tolerance):
     out = tmp_path / "out"
     recipe = Recipe(scheme=scheme, methods=[])
-    quantize(
-        source,
-        out,
-        find_scheme(scheme),
-        "compressed-tensors",
-        recipe,
-        engine="transformers",
-        device="cpu",
-    )
+    quantized(source, out, recipe, "compressed-tensors", engine="transformers")
     assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == [
         "lm_head"
     ]
@@ -75,7 +68,7 @@ def test_a_head_that_is_stored_although_tied_is_dropped(source, tmp_path):
     stored = with_head(tmp_path / "stored", tied_tensors()["model.embed_tokens.weight"])
     recipe = Recipe(scheme="rtn-w4a16", methods=[])
     for path, out in ((source, "plain"), (stored, "again")):
-        quantize(path, tmp_path / out, find_scheme("rtn-w4a16"), "awq", recipe, device="cpu")
+        quantized(path, tmp_path / out, recipe, "awq")
     plain, again = (Checkpoint.open(tmp_path / out) for out in ("plain", "again"))
     assert plain.tensors.keys() == again.tensors.keys()
     entry = json.loads((tmp_path / "again/manifest.json").read_text())["tensors"]["lm_head.weight"]
@@ -105,14 +98,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path):
 def test_convert_lists_the_head_of_a_source_that_does_not(source, tmp_path):
     """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must
     have it."""
-    quantize(
-        source,
-        tmp_path / "modelopt",
-        find_scheme("fp4-w4a16"),
-        "modelopt",
-        Recipe(scheme="fp4-w4a16", methods=[]),
-        device="cpu",
-    )
+    quantized(source, tmp_path / "modelopt", Recipe(scheme="fp4-w4a16", methods=[]), "modelopt")
     for name in ("config.json", "hf_quant_config.json"):
         path = tmp_path / "modelopt" / name
         path.write_text(path.read_text().replace('"lm_head"', ""))

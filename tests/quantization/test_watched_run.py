@@ -9,6 +9,7 @@ import torch
 import transformers
 from letters import write_letters
 from make_model import CONFIGS, write_dense
+from quantized import quantized
 from refused import refused
 from sample_sizes import sized
 from torch.nn import functional as F
@@ -25,11 +26,9 @@ from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models import ARCHITECTURES
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
-from quantkit.quantization.run import quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TRACED = CONFIGS["traced"]
@@ -70,13 +69,8 @@ def written(model, path):
 
 def run(source, out, scheme, told=None):
     lines = [] if told is None else told
-    return quantize(
-        source,
-        out,
-        SCHEMES[scheme],
-        "auto",
-        recipe_of(source, scheme),
-        on_event=lambda event: lines.append(str(event)),
+    return quantized(
+        source, out, recipe_of(source, scheme), on_event=lambda event: lines.append(str(event))
     )
 
 

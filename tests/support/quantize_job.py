@@ -20,13 +20,12 @@ import time
 from pathlib import Path
 
 import torch
+from quantized import quantized
 from small_recipe import SMALL
 
 from quantkit.calibrate import expert_layer, input_sums
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.progress import Note, Progress
-from quantkit.grids.schemes import find_scheme
-from quantkit.quantization import quantize
 
 SCHEME = "awq-w4a16"
 METHODS = None
@@ -50,16 +49,7 @@ def run(source, text, out, facts=None, memory=None, also=lambda event: None):
         also(event)
 
     recipe = Recipe(scheme=SCHEME, calibration=str(text), methods=METHODS, **SMALL)
-    return quantize(
-        source,
-        out,
-        find_scheme(SCHEME),
-        "auto",
-        recipe,
-        device="cpu",
-        memory=memory,
-        on_event=on_event,
-    )
+    return quantized(source, out, recipe, memory=memory, on_event=on_event)
 
 
 def tear(writes):
