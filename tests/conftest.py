@@ -1,8 +1,12 @@
 """Fixtures that several packages' tests share."""
 
+import os
+
 import make_model
 import pytest
 import torch
+
+from quantkit.common.plots import Plot
 
 LONG_FIRST = (
     "test_architectures.py",
@@ -15,6 +19,26 @@ LONG_FIRST = (
 )
 """Modules of a minute and more. `make test` and `make test-long` begin with them, so that neither
 of two processes ends with one, alone."""
+
+DRAWN = {
+    "test_pages_in_browser.py",
+    "test_plots.py",
+    "test_regrading.py",
+    "test_report.py",
+    "test_result.py",
+    "test_speed.py",
+}
+"""Modules whose pages have their plots."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plots(request):
+    """Elsewhere pages are written without them: they take a third of the time in which a small
+    model is quantized. With QUANTKIT_EVERY_CASE all are drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in DRAWN and "QUANTKIT_EVERY_CASE" not in os.environ:
+            patch.setattr(Plot, "svg", lambda plot: "")
+        yield
 
 
 def pytest_collection_modifyitems(items):
