@@ -12,20 +12,19 @@ import torch
 from commands import command
 from output_files import shards_below
 from packed_model import write_packed
-from tiny_models import write
+from quantized import quantized
 from refused import refused
+from tiny_models import write
 
 from quantkit.calibrate.data import SHIPPED_TEXT
-from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
 from quantkit.diagnosis.corrections import missing_keys
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.repair import repair
-from quantkit.grids.schemes import SCHEMES
-from quantkit.quantization import quantize
 
-CONFIG = make_model.tiny_config(num_hidden_layers=2)
+FEW = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **FEW)
 NESTED = {
     "kimi_k3": {"activation_situ_beta": 1.0, "routed_scaling_factor": 2.0},
     "deepseek_v41": {"hc_sinkhorn_iters": 3, "sliding_window": 8},
@@ -105,7 +104,7 @@ def test_a_fault_is_cured(fault, format, models, tmp_path):
 def test_a_config_within_a_config_is_cured(name, tmp_path):
     """Fields of text_config that are not the source's, which the behaviour shows."""
     path = write(tmp_path / "model", name)
-    quantize(path, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    quantized(path, tmp_path / "out", "rtn-w4a16")
     file = tmp_path / "out/config.json"
     config = json.loads(file.read_text())
     config["text_config"] |= NESTED[name]

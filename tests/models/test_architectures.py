@@ -10,6 +10,9 @@ import shutil
 import make_model
 import pytest
 import torch
+from engines import completions, load
+from forked_ranks import run_ranks
+from guessed_models import ranked
 from quantized import quantized
 from refused import refused
 from tiny_models import CELLS, CONFIGS, PROMPTS, random_tensors, write
@@ -21,6 +24,8 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.rank0 import follow
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafter, make_mtp_drafter
@@ -62,15 +67,38 @@ def source(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
-def logprobs(path, tp=1):
+def logprobs(path):
     """Greedy continuations and the log-probabilities of their tokens."""
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
-    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    engine = load(path, max_model_len=128)
+    found = asked(engine)
     engine.close()
+    return found
+
+
+def asked(engine):
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
+    done = completions(engine, PROMPTS, params)
     return [one.token_ids for one in done], [
         [token.logprob for token in one.logprobs or []] for one in done
     ]
+
+
+def of_ranks(path, tp, folder):
+    """`logprobs` of ranks that are forks of this process; processes of their own are
+    tests/executor/test_parallel.py's."""
+
+    def rank(parallel):
+        settings = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_model_len": 128}
+        options = EngineOptions(path, **settings)
+        engine = ranked(parallel, options)
+        if parallel.rank:
+            follow(engine)
+            return []
+        found = asked(engine)
+        engine.leader.dismiss()
+        return found
+
+    return run_ranks(tp, folder, rank)[0]
 
 
 @functools.cache
@@ -268,20 +296,13 @@ def test_drafts_of_the_mtp_layer_change_no_token(name, tmp_path):
     """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams;
     they guess at random."""
     model = write(tmp_path / "model", name)
-    engine = Engine.load(
-        model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, draft_length=1
-    )
-    done = sorted(
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)),
-        key=lambda one: one.index,
-    )
-    engine.close()
-    assert [one.token_ids for one in done] == logprobs(model)[0]
+    engine = load(model, max_model_len=128, draft_length=1)
+    assert asked(engine)[0] == logprobs(model)[0]
 
 
-def test_two_ranks_are_one(source):
+def test_two_ranks_are_one(source, tmp_path):
     _skip_unasked(source, "ranks" in CELLS[source.name])
-    assert logprobs(source, tp=2)[0] == logprobs_of_source(source)[0]
+    assert of_ranks(source, 2, tmp_path)[0] == logprobs_of_source(source)[0]
 
 
 SHARED_HEADS = {
@@ -299,7 +320,7 @@ heads that two ranks each hold."""
 def test_ranks_that_hold_the_same_key_head_are_one(name, tmp_path):
     key_heads, tp = SHARED_HEADS[name]
     model = write(tmp_path / "model", name, num_key_value_heads=key_heads)
-    together, alone = logprobs(model, tp=tp), logprobs(model)
+    together, alone = of_ranks(model, tp, tmp_path), logprobs(model)
     assert together[0] == alone[0]
     assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, (
         "the cache is bfloat16"

@@ -52,11 +52,12 @@ def measured(engine):
 
 
 def ranked(parallel, options):
-    """The engine of a forked rank, which has the whole draft."""
+    """The engine of a forked rank, which has a draft model whole."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     parallel._open_channel(torch.device("cpu"))
-    loaded = load_model(options.model_path, device="cpu", dtype="float32", parallel=parallel)
-    draft = load_draft(options.draft, loaded, options)
+    settings = {"device": "cpu", "dtype": "float32", "cache": options.cache, "parallel": parallel}
+    loaded = load_model(options.model_path, **settings)
+    draft = load_draft(options.draft, loaded, options) if options.draft else None
     tokenizer, cache = ChatTokenizer(options.model_path), plan_kv_cache(loaded, options, draft)
     return Engine(loaded, tokenizer, cache, options, draft)
 
