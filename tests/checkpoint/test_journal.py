@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from refused import refused
 
 from quantkit.checkpoint.journal import (
     Journal,
@@ -100,12 +101,12 @@ def test_ranks_have_a_journal_each(tmp_path):
 
 def test_a_journal_in_use_is_refused(tmp_path):
     journal = _journal(tmp_path)
-    for refused in (
+    for attempt in (
         lambda: check_unlocked(lock_path(tmp_path, 0), tmp_path),
         lambda: _journal(tmp_path),
     ):
         with refused(f"process {os.getpid()} on .* is writing"):
-            refused()
+            attempt()
     check_unlocked(lock_path(tmp_path, 1), tmp_path)
     journal.close()
     assert not lock_path(tmp_path, 0).exists()

@@ -92,9 +92,9 @@ def test_fields_are_sent_renamed_and_left_out():
             concurrency=4,
             retries=0,
         )
-        refused, sent = server.requests[0], server.requests[-1]
+        first, sent = server.requests[0], server.requests[-1]
     assert [reply.text for reply in replies] == ["4"] * 8
-    assert refused["max_tokens"] == sent["max_completion_tokens"] == 7
+    assert first["max_tokens"] == sent["max_completion_tokens"] == 7
     assert sent["top_k"] == 20
     assert sent["chat_template_kwargs"] == {"enable_thinking": False}
     assert sent["reasoning_effort"] == "low"
