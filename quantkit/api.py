@@ -82,12 +82,14 @@ def quantize(
 def load_settings(
     source: Path, recipe: "Recipe", *, calibration: str | Path | None = None
 ) -> "Recipe":
-    """The recipe with its calibration text: the one given, else the recipe's, else the one that
-    `source` ships, if any."""
-    from quantkit.calibrate.data import SHIPPED_TEXT
+    """The recipe with its calibration text: the one given ("builtin" for quantkit's own), else the
+    recipe's, else the one that `source` ships, if any."""
+    from quantkit.calibrate.data import BUILTIN, SHIPPED_TEXT
 
     shipped = source / SHIPPED_TEXT
     text = recipe.calibration if calibration is None else calibration
+    if text == BUILTIN:
+        return recipe.model_copy(update={"calibration": None})
     if text is None and shipped.exists():
         text = shipped
     return recipe if text is None else recipe.with_given(calibration=str(text))

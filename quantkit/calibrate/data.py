@@ -273,10 +273,13 @@ def _json(value: Any) -> str:
 
 
 OWN_TEXT = "quantkit's own text"
+BUILTIN = "builtin"
+"""The value of --calibration for it, where a model ships a text or would write one."""
 SHIPPED_TEXT = "calibration.jsonl"
 """Calibration data that a model may have in its folder."""
 _OWN_FORMS = (
-    "English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",
+    "English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours, or "
+    "self: half of it is written by the model",
 )
 _LOOKED_AT = 1000
 """Characters of a document by which its tokens per byte are estimated."""
@@ -343,7 +346,7 @@ def load_sequences(
         documents = _documents(read_records(place) if records is None else numbered)
         random.Random(seed).shuffle(documents)
         if own:
-            documents = _foreign_scripts_last(_interleave_kinds(documents), encoder)
+            documents = _in_order(documents, encoder)
         drawn = _draw(documents, templating, wanted, seq_len)
         counted = {
             form: sum(one.form == form for _, one in documents)
@@ -400,6 +403,19 @@ def load_sequences(
         warnings=tuple(warnings),
     )
     return Sequences(fitted, judges, summary)
+
+
+def own_documents(encoder: ChatTokenizer, seed: int) -> list[Document]:
+    """quantkit's own text, in the order in which documents are drawn from it."""
+    documents = _documents(read_records(str(calibration_text())))
+    random.Random(seed).shuffle(documents)
+    return [document for _, document in _in_order(documents, encoder)]
+
+
+def _in_order(
+    documents: list[tuple[str, Document]], encoder: ChatTokenizer
+) -> list[tuple[str, Document]]:
+    return _foreign_scripts_last(_interleave_kinds(documents), encoder)
 
 
 def is_shipped(text: Path) -> bool:

@@ -9,16 +9,16 @@ launch     the commands that serve it
 
 import hashlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit import api
-from quantkit.calibrate.data import load_sequences
+from quantkit.calibrate.data import SHIPPED_TEXT, load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.hub import find_model, model_basename
-from quantkit.checkpoint.output_dir import MANIFEST
+from quantkit.checkpoint.output_dir import MANIFEST, partial_path
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.devices import default_dtype, find_device, free_bytes
@@ -35,7 +35,9 @@ from quantkit.grids.schemes import find_scheme
 from quantkit.guide.options import GoOptions
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
+from quantkit.models import is_known
 from quantkit.planning.devices import Devices
+from quantkit.quantization.model_text import SELF, text_path, with_own_text
 from quantkit.quantization.options import QuantizeOptions
 from quantkit.quantization.report import judge, read_findings
 from quantkit.quantization.request import NO_MIXTURE, read_scheme
@@ -165,7 +167,7 @@ class GuidedJob:
         )
         source = find_model(self.request.model)
         recipe = self.request.recipe(self.choice.scheme, source)
-        self._quantize(source)
+        self._quantize(source, recipe)
         quality = self._step("measure", lambda: self._measure(source, recipe))
         scores = (
             self._step("score", lambda: self._score(source), self.request.scored)
@@ -202,15 +204,18 @@ class GuidedJob:
         self.record.finish(name, {"of": of, "found": found})
         return found
 
-    def _quantize(self, source: Path) -> None:
+    def _quantize(self, source: Path, recipe: Recipe) -> None:
         """A complete output is recognized as such, an incomplete one resumes."""
         self.listeners.step("quantize", "")
         engine = None if self.choice.engine == QUANTKIT else self.choice.engine
+        options = replace(self.request.options, engine=engine)
+        if options.calibration is None and self._writes_text(source, recipe):
+            options = replace(options, calibration=SELF)
         report = api.quantize(
             source,
             self.target,
             self.choice.scheme,
-            options=replace(self.request.options, engine=engine),
+            options=options,
             on_event=self.listeners.units,
         )
         made = hashlib.sha256((self.target / MANIFEST).read_bytes()).hexdigest()
@@ -224,6 +229,16 @@ class GuidedJob:
             "quantize",
             {"manifest": made, "seconds": round(report.seconds, 1), "bytes": report.output_bytes},
         )
+
+    def _writes_text(self, source: Path, recipe: Recipe) -> bool:
+        """Whether the model writes half of the calibration text; an interrupted run goes on as it
+        began."""
+        if text_path(self.target).is_file() or (self.target / SHIPPED_TEXT).is_file():
+            return True
+        if self.target.exists() or partial_path(self.target).exists():
+            return False
+        checkpoint = Checkpoint.open(source)
+        return writes_text(self.request, recipe, checkpoint.config, _run_bytes(source))
 
     def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
         """Run both models, one after the other, if they fit in memory; else use what the run found
@@ -265,6 +280,7 @@ class GuidedJob:
             "seq_len": recipe.seq_len,
             "seed": recipe.seed,
         }
+        recipe = with_own_text(recipe)
         more = load_sequences(
             recipe.calibration,
             ChatTokenizer(source),
@@ -342,6 +358,15 @@ class GuidedJob:
 def _run_bytes(source: Path) -> int:
     tensors = Checkpoint.open(source).tensors.values()
     return run_bytes(sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors))
+
+
+def writes_text(request: GoRequest, recipe: Recipe, config: Mapping[str, Any], needed: int) -> bool:
+    """Whether a model that needs so many bytes to run writes half of its calibration text: where
+    the user names none, the model ships none, and it fits the device."""
+    options = request.options
+    if recipe.calibration or options.calibration is not None or options.memory is not None:
+        return False
+    return is_known(config) and needed <= free_bytes(find_device(options.device))
 
 
 def run_bytes(values: int) -> int:

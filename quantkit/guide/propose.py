@@ -14,11 +14,12 @@ from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
-from quantkit.guide.job import DOCUMENTS, GoRequest, run_bytes
+from quantkit.guide.job import DOCUMENTS, GoRequest, run_bytes, writes_text
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
 from quantkit.quantization.cost import RunWork, comparison_work, measure_rate
 from quantkit.quantization.job import open_job
+from quantkit.quantization.model_text import with_own_text
 from quantkit.quantization.request import read_request, read_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -51,12 +52,17 @@ def propose(request: GoRequest) -> Proposal:
 
 
 def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandidate) -> RunWork:
-    """Of the step that follows quantizing; none where the source does not fit in memory."""
+    """Of the step that follows quantizing, none where the source does not fit in memory; and of
+    writing the calibration text, of which a token takes about as long as comparing one."""
     assert chosen.plan is not None
     scheme, recipe, mixture = read_scheme(chosen.scheme, request.options)
     job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
-    fits = run_bytes(chosen.plan.parameters) <= free_bytes(find_device("auto"))
-    return comparison_work(job, fits * DOCUMENTS * recipe.seq_len, recipe.seq_len)
+    needed = run_bytes(chosen.plan.parameters)
+    fits = needed <= free_bytes(find_device("auto"))
+    documents = fits * DOCUMENTS
+    if job.request.methods and writes_text(request, recipe, checkpoint.config, needed):
+        documents += (recipe.samples + recipe.held_out) // 2
+    return comparison_work(job, documents * recipe.seq_len, recipe.seq_len)
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:
@@ -65,7 +71,7 @@ def _calibration_tokens(request: GoRequest) -> int | None:
     source = find_local(request.model)
     if source is None:
         return None
-    recipe = request.recipe("awq-w4a16", source)
+    recipe = with_own_text(request.recipe("awq-w4a16", source))
     taken = load_sequences(
         recipe.calibration,
         ChatTokenizer(source),

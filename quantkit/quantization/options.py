@@ -107,9 +107,10 @@ class QuantizeOptions(SchemeOptions):
 
     calibration: str | Path | Any | None = option(
         None,
-        "A .txt, .jsonl, .json, .csv or .parquet file, or a `datasets` id; the text that the model "
-        "ships, or quantkit's own, by default. In Python also a list of texts, of lists of "
-        "messages or of records, or a data set.",
+        "A .txt, .jsonl, .json, .csv or .parquet file, or a `datasets` id; self: half of the text "
+        "is written by the model, first; builtin: quantkit's own, the default unless the model "
+        "ships one. In Python also a list of texts, of lists of messages or of records, or a "
+        "data set.",
     )
     seed: int | None = option(
         None, "Random seed of the choice of calibration documents; the recipe's by default."

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.cache_scales import QuantizedCache
-from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
+from quantkit.calibrate.data import OWN_TEXT, SHIPPED_TEXT, Sequences, load_sequences
 from quantkit.calibrate.hidden_states import Batches
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output import Output
@@ -28,6 +28,7 @@ from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.common.devices import describe_hardware, select_device
+from quantkit.common.errors import UsageError
 from quantkit.common.plots import check_drawable
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
 from quantkit.common.sizes import format_bytes, format_duration
@@ -52,6 +53,7 @@ from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.model_card import NAME as CARD
 from quantkit.quantization.model_card import RECIPE, model_card, own_command, own_settings
+from quantkit.quantization.model_text import SELF, model_text, text_path
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, describe_pruning, prune, prune_as
 from quantkit.quantization.report import (
@@ -91,18 +93,33 @@ def quantize(
 
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this
     engine loads, or refuse. mixture: linears that stay as they are, or are on other grids.
-    recipe.calibration: a file or data set, None for quantkit's own text; not used by schemes
-    without calibration; records: in its place, which it then names. memory: bytes of host memory
+    recipe.calibration: a file or data set, None for quantkit's own text, "self" for text that the
+    model writes; not used by schemes without calibration; records: in its place, which it then
+    names. memory: bytes of host memory
     that the run must not exceed. Raises QuantkitError before any long work if the source, the
     recipe, the memory or the target do not fit; a stopped run resumes when it is called again with
     the same arguments, and a complete one returns its report.
     """
     start, ranks = time.perf_counter(), Ranks.join()
     check_drawable()
-    inputs = [source, *(Path(one) for one in (recipe.calibration, mixture.sensitivities) if one)]
+    given = recipe.calibration if recipe.calibration != SELF else None
+    inputs = [source, *(Path(one) for one in (given, mixture.sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
     request = read_request(scheme, format, engine, recipe, mixture)
-    run = _checked(source, request, engine, memory, records)
+    if recipe.calibration == SELF and (ranks.size > 1 or memory is not None):
+        raise UsageError(
+            "a model that writes its calibration text is loaded whole, by one process",
+            "leave --calibration self out, or --memory and torchrun; a finished output has the "
+            f"text as {SHIPPED_TEXT}, which --calibration takes as a file",
+        )
+    run = _checked(
+        source,
+        request,
+        engine,
+        memory,
+        records,
+        lambda: model_text(source, out, recipe, device, on_event),
+    )
     where = select_device(device)
     if run.options is not None:
         if ranks.is_main:
@@ -179,11 +196,13 @@ def quantize(
             account = _account(run, output, source, out, engine)
             files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
             files |= {} if pruned is None else {PRUNING: pruned.to_bytes()}
+            files |= {} if run.text is None else {SHIPPED_TEXT: run.text.read_bytes()}
             files[CARD] = _card(run, account, found)
             output.finish(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
             sensitivities_path(out).unlink(missing_ok=True)
+            text_path(out).unlink(missing_ok=True)
     return _report(run, output, out, usage.seconds, usage.peak_memory, found)
 
 
@@ -210,7 +229,7 @@ def _with_expected(on_event: OnEvent, seconds: float) -> OnEvent:
 class _Run:
     """A job with its calibration text. sequences: empty without calibration. fingerprint:
     everything the output depends on. options: of grids to choose; chosen: the chosen ones, and
-    measured, the content of the sensitivities file."""
+    measured, the content of the sensitivities file. text: the file of what the model wrote."""
 
     job: Job
     sequences: Sequences
@@ -220,6 +239,7 @@ class _Run:
     options: GridOptions | None = None
     chosen: GridAssignment | None = None
     measured: bytes = b""
+    text: Path | None = None
 
     @property
     def calibration_tokens(self) -> int:
@@ -237,19 +257,19 @@ def _checked(
     engine: str | None,
     memory: int | None,
     records: Sequence[Any] | None,
+    write_text: Callable[[], Path],
 ) -> _Run:
-    """Validate everything before the first weight is read."""
+    """Validate everything before the first weight is read, but for text that the model writes."""
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
     options = GridOptions(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(job, peak, memory)
     if job.request.methods or recipe.prune:
         job.inventory.config.check_tokenizer(source)
-    sequences = (
-        _sequences(source, recipe, records)
-        if job.request.methods or recipe.prune
-        else Sequences([], [])
-    )
+    sequences, text = Sequences([], []), None
+    if job.request.methods or recipe.prune:
+        text = write_text() if recipe.calibration == SELF else None
+        sequences = _sequences(source, recipe, text or recipe.calibration, records)
     name = job.request.format
     own = recipe.model_copy(
         update={"scheme": request.scheme.name}
@@ -263,7 +283,7 @@ def _checked(
         fingerprint["cache"] = request.scheme.cache
     if request.mixture != NO_MIXTURE or job.fit:
         fingerprint["grids"] = _grids_digest(job)
-    return _Run(job, sequences, peak, batches, fingerprint, options)
+    return _Run(job, sequences, peak, batches, fingerprint, options, text=text)
 
 
 def _grids_digest(job: Job) -> str:
@@ -456,13 +476,17 @@ def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
 
 
 def _calibrated_on(recipe: Recipe) -> str:
+    if recipe.calibration == SELF:
+        return f"text that the model wrote, and {OWN_TEXT}"
     return OWN_TEXT if recipe.calibration is None else Path(recipe.calibration).name
 
 
-def _sequences(source: Path, recipe: Recipe, records: Sequence[Any] | None) -> Sequences:
+def _sequences(
+    source: Path, recipe: Recipe, text: str | Path | None, records: Sequence[Any] | None
+) -> Sequences:
     tokenizer = ChatTokenizer(source)
     return load_sequences(
-        recipe.calibration,
+        None if text is None else str(text),
         tokenizer,
         samples=recipe.samples,
         held_out=recipe.held_out,

@@ -1,0 +1,216 @@
+"""Calibration text that the model writes itself: `--calibration self`.
+
+What a model reads and writes when it is used is nearer to its own text than to anybody else's
+(LLM-QAT, arXiv 2305.17888). Half of the documents are the model's, at temperature 1: answers to the
+questions of quantkit's own text, texts that begin with a word drawn at random, and code. The other
+half are quantkit's own, which have what a model seldom writes unasked: tools, tables, reasoning.
+
+OUT.calibration.jsonl     the documents; part of OUT as calibration.jsonl when it is complete
+"""
+
+import gc
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.data import SHIPPED_TEXT, own_documents
+from quantkit.calibrate.documents import Document
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.atomic_write import write_atomic
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
+from quantkit.executor.engine import Engine
+from quantkit.executor.hf_engine import open_engine
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.tokenizer.chat import ChatTokenizer
+
+SELF = "self"
+"""The value of --calibration."""
+_AT_ONCE = 128
+"""Texts written together."""
+_LONGEST_QUESTION = 0.25
+"""Of a document, as a share of its tokens."""
+_CODE = (
+    "import ",
+    "def ",
+    "#include <",
+    "package main\n",
+    "SELECT ",
+    "<!DOCTYPE html>\n",
+    "public class ",
+    "const ",
+    "use std::",
+    "#!/bin/bash\n",
+    "from typing import ",
+    '{\n  "',
+    "class ",
+    "async function ",
+    "## Installation\n",
+    "\\section{",
+    "@dataclass\nclass ",
+    "fn main() {\n",
+    "interface ",
+    "template <typename ",
+    "name: ",
+    "CREATE TABLE ",
+    "    try:\n",
+    "struct ",
+)
+"""Beginnings of programs, markup and documentation."""
+
+
+def model_text(source: Path, out: Path, recipe: Recipe, device: str, on_event: OnEvent) -> Path:
+    """The file of the documents, written now if neither `out` nor an interrupted run has it.
+
+    Raises QuantkitError where the model does not fit `device`, on which it is loaded whole.
+    """
+    wanted = (Checkpoint.open(source).fingerprint, recipe.samples, recipe.held_out)
+    key = hashlib.sha256(repr((*wanted, recipe.seq_len, recipe.seed)).encode()).hexdigest()
+    for path in (text_path(out), out / SHIPPED_TEXT):
+        if path.is_file() and _key(path) == key:
+            return path
+    tokenizer = ChatTokenizer(source)
+    own = own_documents(tokenizer, recipe.seed)
+    count = (recipe.samples + recipe.held_out) // 2
+    prompts = list(islice(_prompts(tokenizer, own, recipe), count))
+    records = _written(source, device, prompts, recipe, on_event)
+    records += [_record(document) for document in own[: recipe.samples + recipe.held_out - count]]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"key": key} | one, ensure_ascii=False) for one in records)
+    write_atomic(text_path(out), "\n".join(lines) + "\n")
+    return text_path(out)
+
+
+def with_own_text(recipe: Recipe) -> Recipe:
+    """The recipe on quantkit's own text where the model writes half of it."""
+    return recipe.model_copy(update={"calibration": None}) if recipe.calibration == SELF else recipe
+
+
+def text_path(out: Path) -> Path:
+    """Where the text is until the output is complete."""
+    return out.with_name(f"{out.name}.{SHIPPED_TEXT}")
+
+
+def _key(path: Path) -> object:
+    """The key of a file's first record; None for a file of something else."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        try:
+            record = json.loads(file.readline())
+        except ValueError:
+            return None
+    return record.get("key") if isinstance(record, dict) else None
+
+
+def _record(document: Document) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": document.kind}
+    if not document.messages:
+        return found | {"text": document.text}
+    tools = {"tools": document.tools} if document.tools else {}
+    return found | tools | {"messages": document.messages}
+
+
+_Prompt = tuple[str, list[int]]
+"""A question, or "" for a text; the token ids to be continued."""
+
+
+def _prompts(tokenizer: ChatTokenizer, own: list[Document], recipe: Recipe) -> Iterator[_Prompt]:
+    """Without end: a question, a word and an opening of code in turn; no questions for a model
+    without a chat template, whose documents are texts."""
+    rng, longest = random.Random(recipe.seed), int(recipe.seq_len * _LONGEST_QUESTION)
+    code = (("", tokenizer.encode(text)) for text in cycle(_CODE))
+    turns: list[Iterator[_Prompt]] = [_openings(tokenizer, rng), code]
+    if tokenizer.templates and (asked := list(_questions(tokenizer, own, longest))):
+        turns.insert(0, cycle(asked))
+    for turn in cycle(turns):
+        yield next(turn)
+
+
+def _questions(tokenizer: ChatTokenizer, own: list[Document], longest: int) -> Iterator[_Prompt]:
+    for document in own:
+        first = next((one for one in document.messages if one["role"] == "user"), None)
+        if first is None or document.tools:
+            continue
+        ids = tokenizer.encode_chat([{"role": "user", "content": first["content"]}])
+        if len(ids) <= longest:
+            yield first["content"], ids
+
+
+def _openings(tokenizer: ChatTokenizer, rng: random.Random) -> Iterator[_Prompt]:
+    """Words of the vocabulary, after what begins a text."""
+    begin = tokenizer.encode("")
+    size = tokenizer.tokenizer.get_vocab_size()
+    while True:
+        token = rng.randrange(size)
+        if tokenizer.decode([token]).strip().isalpha():
+            yield "", [*begin, token]
+
+
+def _written(
+    source: Path, device: str, prompts: list[_Prompt], recipe: Recipe, on_event: OnEvent
+) -> list[dict[str, Any]]:
+    """The records of the finished prompts."""
+    at_once = min(len(prompts), _AT_ONCE)
+    options = EngineOptions(
+        source,
+        device=device,
+        max_batch=at_once,
+        max_model_len=recipe.seq_len,
+        cache_tokens=at_once * recipe.seq_len,
+        prefix_cache=False,
+    )
+    try:
+        engine = open_engine(options)
+    except QuantkitError as error:
+        raise QuantkitError(
+            f"the model cannot write its calibration text here: {error.problem}",
+            "leave --calibration self out for quantkit's own text, or give a file",
+        ) from error
+    on_event(Note(f"the model writes {len(prompts)} documents of calibration text"))
+    written, total = 0, sum(recipe.seq_len - len(ids) for _, ids in prompts)
+
+    def report(tokens: int) -> None:
+        nonlocal written
+        written += tokens
+        share, unit = min(written / total, 1.0), f"{written:,} tokens"
+        on_event(Progress("writing text", unit, written, total, 0.0, peak_memory(), share))
+
+    if isinstance(engine, Engine):
+        engine.while_computing = lambda advanced: report(len(advanced))
+    params = [
+        SamplingParams(
+            temperature=1.0, max_new_tokens=recipe.seq_len - len(ids), seed=recipe.seed + number
+        )
+        for number, (_, ids) in enumerate(prompts)
+    ]
+    texts: dict[int, str] = {}
+    for done in engine.generate([ids for _, ids in prompts], params):
+        if done.fault is not None:
+            raise done.fault
+        question, ids = prompts[done.index]
+        texts[done.index] = done.text if question else engine.tokenizer.decode(ids) + done.text
+        if not isinstance(engine, Engine):
+            report(len(done.token_ids))
+    engine.close()
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return [
+        {"kind": "written by the model"} | _content(question, texts[number])
+        for number, (question, _) in enumerate(prompts)
+    ]
+
+
+def _content(question: str, text: str) -> dict[str, Any]:
+    if not question:
+        return {"text": text}
+    turns = (("user", question), ("assistant", text))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
