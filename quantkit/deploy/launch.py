@@ -464,7 +464,7 @@ def _block_speculation(
     if draft_length > (block := model.config.drafted_block):
         raise QuantkitError(
             f"{head} drafts {block} tokens a step (dspark_block_size)",
-            f"use --draft-length {block}" if block else "leave out --draft-length",
+            f"give at most {block}, or leave out --draft-length",
         )
     return recipe.of_blocks
 
