@@ -18,6 +18,7 @@ import transformers
 import yaml
 from make_model import write_dense, write_tokenizer
 from tiny_models import CONFIGS, random_tensors
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_peers import checkpoint_tensors
 
 from quantkit.models import find_architecture, is_known
@@ -91,6 +92,9 @@ def _made(family, sizes):
             del settings["head_dim"]
         return transformers.AutoConfig.for_model(family, **settings).to_dict()
     base = {**CONFIGS["kimi_k2" if family == "deepseek_v3" else family], "model_type": family}
+    base.pop("architectures", None)  # of the family whose sizes these are
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        base["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     if "text_config" in base:
         return {**base, "text_config": {**base["text_config"], **sizes}}
     return {**base, **sizes}

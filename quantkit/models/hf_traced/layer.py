@@ -39,8 +39,9 @@ class NotExperts(Exception):
         self.name = name
 
 
-class SeveralInputs(Exception):
-    """Routed experts to which a token passes several inputs."""
+class OtherInputs(Exception):
+    """Routed experts that read something else than one row of hidden states a token; the text says
+    what."""
 
 
 class _StopBetweenHalves(Exception):
@@ -253,7 +254,12 @@ class DecoderLayer:
             if call is None:
                 raise NotExperts(module)
             if len(call.x) != self._part.stop - self._part.start:
-                raise SeveralInputs(module)
+                raise OtherInputs("a token gives each of the experts that it asks another input")
+            if call.x.shape[-1] != self.skeleton.hidden_size:
+                raise OtherInputs(
+                    f"routed experts read {call.x.shape[-1]} channels that a linear makes of the "
+                    "hidden states"
+                )
             if self._fixed is not None:
                 return call.result(self._fixed.experts[self._part])
             return call.result(op(call.x, call.topk_ids, call.topk_weights.float() * factor))

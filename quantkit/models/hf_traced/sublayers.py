@@ -15,7 +15,7 @@ from quantkit.models.hf_traced.layer import (
     Halves,
     LayerPlan,
     NotExperts,
-    SeveralInputs,
+    OtherInputs,
 )
 from quantkit.models.hf_traced.scale_groups import (
     SAME,
@@ -164,11 +164,8 @@ def _trace_experts_of(
             ), experts
         except NotExperts as other:
             experts = [name for name in experts if name != other.name]
-        except SeveralInputs as fault:
-            raise QuantkitError(
-                f"{skeleton.label}: a token gives each of the experts that it asks another input",
-                RTN_REMEDY,
-            ) from fault
+        except OtherInputs as fault:
+            raise QuantkitError(f"{skeleton.label}: {fault}", RTN_REMEDY) from fault
 
 
 def _with_expert_outputs(
