@@ -50,6 +50,8 @@ _JUDGED = 5
 """Logits of a block of the head alive together: both paths', and their comparison."""
 _COPIED = 3
 """Bytes per value while a 16-bit tensor is copied: itself, and a mask of finite values."""
+_ROUNDED = 6 * _FLOAT
+"""Bytes per value of a matrix that is rounded to nearest, as in `rtn_peak`."""
 _GIB = 2**30
 
 
@@ -146,9 +148,13 @@ def calibrated_peak(work: RunSizes) -> Peak:
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
         moments.append((_experts_bytes(work, layer) + copied, f"layers.{layer}.experts"))
-    # A table is read whole where the text is embedded, with a mask of its finite values.
+    # A table is read whole where the text is embedded, with a mask of its finite values; an
+    # embedding may be rounded there.
     tables = [
-        (_COPIED * max(map(_values, rows)), unit)
+        (
+            (_ROUNDED if rows[0].module in work.quantized else _COPIED) * max(map(_values, rows)),
+            unit,
+        )
         for unit, rows in work.units.items()
         if rows[0].layer is None
     ]
