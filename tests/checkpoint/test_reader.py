@@ -1,7 +1,6 @@
 """Checkpoint: reads what is there, and names in one line whatever is wrong with a directory before
 reading any weight."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import make_model
 import make_quantized
 import pytest
 import torch
+from edited import edited
 from module_names import module_names
 from output_files import shards_below
 from refused import refused
@@ -43,9 +43,8 @@ def fp8_copy(tiny_checkpoint, tmp_path):
 
 
 def _edit_json(path, edit):
-    value = json.loads(path.read_text())
-    edit(value)
-    path.write_text(json.dumps(value))
+    with edited(path) as value:
+        edit(value)
 
 
 def _edit_tensors(path, edit):

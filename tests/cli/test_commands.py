@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 from commands import typed
+from edited import edited
 from safetensors.torch import load_file, save_file
 from small_recipe import SMALL
 
@@ -232,9 +233,8 @@ def _copy(source, target):
 
 
 def _change(file, change):
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+    with edited(file) as content:
+        change(content)
 
 
 def test_bad_requests(tiny_checkpoint, tmp_path):

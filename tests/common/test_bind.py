@@ -1,11 +1,11 @@
 """Addresses of servers: bound before a model is loaded, with an error if they cannot be."""
 
-import json
 import shutil
 import socket
 
 import pytest
 from commands import typed
+from edited import edited
 from refused import refused
 
 from quantkit.common.bind import bind, url_address
@@ -93,7 +93,6 @@ def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
     told = "has no chat template: chats and responses are refused"
     asked = f"serve {model} --device cpu --max-batch 1 --port 18437"
     assert told not in typed(asked).err
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with edited(model / "tokenizer_config.json") as settings:
+        del settings["chat_template"]
     assert told in typed(asked).err

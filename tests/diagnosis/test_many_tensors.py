@@ -5,6 +5,7 @@ import shutil
 import time
 
 import pytest
+from edited import edited
 from sample_sizes import sized
 
 from quantkit.common.assets import builtin_model
@@ -42,9 +43,8 @@ def write(folder, kind, count):
     content = len(header).to_bytes(8, "little") + header + bytes(size * count)
     (folder / "more.safetensors").write_bytes(content)
     index = folder / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())
-    listed["weight_map"] |= dict.fromkeys(entries, "more.safetensors")
-    index.write_text(json.dumps(listed))
+    with edited(index) as listed:
+        listed["weight_map"] |= dict.fromkeys(entries, "more.safetensors")
     return folder
 
 

@@ -1,6 +1,5 @@
 """What can be repaired is cured: the copy is good, and what was no fault is the same to the bit."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import make_model
 import pytest
 import torch
 from commands import command
+from edited import edited
 from output_files import shards_below
 from packed_model import write_packed
 from quantized import quantized
@@ -106,9 +106,8 @@ def test_a_config_within_a_config_is_cured(name, tmp_path):
     path = write(tmp_path / "model", name)
     quantized(path, tmp_path / "out", "rtn-w4a16")
     file = tmp_path / "out/config.json"
-    config = json.loads(file.read_text())
-    config["text_config"] |= NESTED[name]
-    file.write_text(json.dumps(config))
+    with edited(file) as config:
+        config["text_config"] |= NESTED[name]
     found = diagnose(str(tmp_path / "out"), source=str(path), depth="behaviour")
     assert found.findings.has("config-differs")
     repair(found, tmp_path / "repaired", str(path))

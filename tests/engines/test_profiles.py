@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from edited import edited
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 from refused import refused
@@ -185,9 +186,8 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
     assert not errors("sglang", tmp_path / "awq") + errors("vllm", tmp_path / "awq")
     assert errors("sglang", tmp_path / "compressed-tensors")
     assert not errors("vllm", tmp_path / "compressed-tensors")
-    config = json.loads((tmp_path / "awq/config.json").read_text())
-    del config["layer_types"]
-    (tmp_path / "awq/config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "awq/config.json") as config:
+        del config["layer_types"]
     assert errors("vllm", tmp_path / "awq") == [
         "vllm reads layer_types in config.json, which it lacks"
     ]
@@ -312,13 +312,12 @@ vllm-ascend ct-int8 float8 tensor 3 reads no FP8 scales of compressed-tensors
 def test_scales_of_an_fp8_cache(packed, tmp_path, case):
     engine, written, kind, strategy, layers, told = case.split(" ", 5)
     path = shutil.copytree(packed(*WRITTEN[written], no_mtp), tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    if kind == "FP8":
-        config["quantization_config"]["kv_cache_quant_algo"] = kind
-    elif kind != "none":
-        scheme = {"type": kind[:-1], "num_bits": 8, "strategy": strategy, "symmetric": True}
-        config["quantization_config"]["kv_cache_scheme"] = scheme
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        if kind == "FP8":
+            config["quantization_config"]["kv_cache_quant_algo"] = kind
+        elif kind != "none":
+            scheme = {"type": kind[:-1], "num_bits": 8, "strategy": strategy, "symmetric": True}
+            config["quantization_config"]["kv_cache_scheme"] = scheme
     (file,) = path.glob("*.safetensors")
     scales = {
         f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.01)
@@ -336,9 +335,8 @@ def test_scales_of_an_fp8_cache(packed, tmp_path, case):
 def test_unquantized_linears_that_sglang_looks_up_by_another_name(packed, tmp_path):
     """As its 0.5.23 did on a CPU: KeyError 'model.layers.0.mlp.gate_up_proj.weight'."""
     path = shutil.copytree(packed(compressed_int8.FORMAT, INT8, expert), tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["ignore"] += [r"re:.*gate_up_proj$"]
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        config["quantization_config"]["ignore"] += [r"re:.*gate_up_proj$"]
     assert errors("sglang", path, device="cuda") == []
     assert errors("vllm", packed(compressed_int8.FORMAT, INT8, expert)) == []
 
@@ -370,17 +368,15 @@ def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed, tmp_path):
     (transformers_utils/model_arch_config_convertor.py)."""
     path = shutil.copytree(packed(modelopt.FORMAT, Nvfp4Grid(), no_mtp), tmp_path / "model")
     assert errors("vllm", path) == []
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        del config["quantization_config"]
     assert any(
         "quant_algo W4A16_NVFP4 from quantization_config in config.json only" in problem
         for problem in errors("vllm", path)
     )
     assert errors("sglang", path) == []
-    side = json.loads((path / "hf_quant_config.json").read_text())
-    side["quantization"]["quant_algo"] = "NVFP4"
-    (path / "hf_quant_config.json").write_text(json.dumps(side))
+    with edited(path / "hf_quant_config.json") as side:
+        side["quantization"]["quant_algo"] = "NVFP4"
     assert errors("vllm", path) == []
 
 
@@ -417,9 +413,8 @@ def test_config_keys_and_architecture(packed, tmp_path):
         INT8,
         linear,
     )
-    config = json.loads((path / "config.json").read_text())
-    del config["topk_method"]
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        del config["topk_method"]
     assert errors("vllm", path) == ["config.json has topk_method = None"]
     config["model_type"] = "never_heard_of"
     (path / "config.json").write_text(json.dumps(config))
@@ -448,10 +443,9 @@ def test_a_tied_head_must_be_listed(tmp_path, case):
     engine, written, file, *keys = case.split()
     path = write_packed(tmp_path / "model", TIED, tied_tensors(), *WRITTEN[written], linear)
     assert errors(engine, path) == []
-    described = json.loads((path / file).read_text())
-    owner = described[keys[0]] if len(keys) > 1 else described
-    del owner[keys[-1]]
-    (path / file).write_text(json.dumps(described))
+    with edited(path / file) as described:
+        owner = described[keys[0]] if len(keys) > 1 else described
+        del owner[keys[-1]]
     assert errors(engine, path) == [
         f"{engine} quantizes lm_head, which is tied to the embedding and not listed as unquantized"
     ]
@@ -464,10 +458,9 @@ def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path):
     path = write_packed(
         tmp_path / "model", TIED, tied_tensors(), compressed_int4.FORMAT, INT4_SYMMETRIC, linear
     )
-    config = json.loads((path / "config.json").read_text())
-    assert config["quantization_config"]["ignore"] == ["lm_head"]
-    config["quantization_config"]["ignore"] = []
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        assert config["quantization_config"]["ignore"] == ["lm_head"]
+        config["quantization_config"]["ignore"] = []
     assert errors("vllm", path) == errors("sglang", path) == []
 
 

@@ -133,7 +133,7 @@ def runs_of(costs, users, rate, slow):
         return by_rows[rows] + 0.1 * drafts
 
     return [
-        Simulated(rate, users, len(others), cost, seed, reading / plain, slow) for seed in range(5)
+        Simulated(rate, users, len(others), cost, seed, reading / plain, slow) for seed in range(3)
     ]
 
 

@@ -56,7 +56,7 @@ def asked(name):
         for at, length in enumerate(LENGTHS)
     ]
     return prompts, [
-        SamplingParams(max_new_tokens=(3, 9, 30)[at % 3], ignore_eos=True, logprobs=0)
+        SamplingParams(max_new_tokens=(3, 9, 16)[at % 3], ignore_eos=True, logprobs=0)
         for at in range(len(prompts))
     ]
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from edited import edited
 from make_model import fp8_values, random_tensors, tiny_config
 from module_names import module_names
 from packed_model import write_packed
@@ -173,9 +174,8 @@ def test_public_autoawq_layout(tmp_path):
         INT4,
         lambda row: row.role in ("linear", "kv_b"),
     )
-    said = json.loads((path / "config.json").read_text())
-    said["quantization_config"]["modules_to_not_convert"] = None
-    (path / "config.json").write_text(json.dumps(said))
+    with edited(path / "config.json") as said:
+        said["quantization_config"]["modules_to_not_convert"] = None
     report = convert(path, tmp_path / "ct", format="compressed-tensors")
     source, made = Checkpoint.open(path), Checkpoint.open(tmp_path / "ct")
     kv_b = "model.layers.0.self_attn.kv_b_proj"

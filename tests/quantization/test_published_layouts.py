@@ -8,6 +8,7 @@ at each test.
 import json
 
 import pytest
+from edited import edited
 from make_model import fp8_blocks, is_fp8, random_tensors, tiny_config
 from packed_model import write_packed
 from refused import refused
@@ -67,15 +68,13 @@ def fp4_with_fp8_mtp(tmp_path_factory):
     for name in [name for name in stored if name.startswith(MTP) and is_fp8(name)]:
         stored[name], stored[f"{name}_scale_inv"] = fp8_blocks(tensors[name])
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    said = json.loads((path / "hf_quant_config.json").read_text())
-    said["quantization"] |= {
-        "quant_algo": "NVFP4",
-        "exclude_modules": ["lm_head", "model.layers.*.self_attn*", f"{MTP}*"],
-    }
-    (path / "hf_quant_config.json").write_text(json.dumps(said))
-    described = json.loads((path / "config.json").read_text())
-    del described["quantization_config"]  # the script leaves the description in that file alone
-    (path / "config.json").write_text(json.dumps(described))
+    with edited(path / "hf_quant_config.json") as said:
+        said["quantization"] |= {
+            "quant_algo": "NVFP4",
+            "exclude_modules": ["lm_head", "model.layers.*.self_attn*", f"{MTP}*"],
+        }
+    with edited(path / "config.json") as described:
+        del described["quantization_config"]  # the script leaves the description in that file alone
     return path
 
 

@@ -1,9 +1,6 @@
 """How much of a model a job has in its scheme's grid, of what the format and the engine take."""
 
 import math
-import re
-
-_OF_SIZES = re.compile(r"group size|multiple of|divide|can be stored|cannot hold|does not fit")
 
 
 def covered(job):
@@ -16,7 +13,3 @@ def covered(job):
             grid = job.grids.get(row.module)
             taken += math.prod(row.shape) if grid is not None and grid.kind == own.kind else 0
     return taken / total if total else 1.0
-
-
-def refused_for_size(error):
-    return _OF_SIZES.search(str(error)) is not None

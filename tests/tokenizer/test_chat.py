@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from edited import edited
 from refused import refused
 
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
@@ -68,9 +69,8 @@ def test_a_processors_template_is_read_last(tiny_checkpoint, tmp_path):
         json.dumps({"chat_template": "{{ messages[0]['content'] }}!"})
     )
     assert ChatTokenizer(model).prefills_think
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with edited(model / "tokenizer_config.json") as settings:
+        del settings["chat_template"]
     assert ChatTokenizer(model).render(MESSAGES) == "Be brief.!"
     (model / "chat_template.json").write_text('{"chat_template": 3}')
     with refused(r"chat_template\.json has a chat_template that is neither"):
@@ -165,14 +165,13 @@ def test_what_only_looked_like_a_stop_string_comes_out(chat):
 def test_a_panic_of_the_library_is_a_fault_that_is_told(tiny_checkpoint, tmp_path):
     """An expression that takes too long on some text: a request's, and the server goes on."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    described = json.loads((model / "tokenizer.json").read_text())
-    described["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "(a|a|aa)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    (model / "tokenizer.json").write_text(json.dumps(described))
+    with edited(model / "tokenizer.json") as described:
+        described["pre_tokenizer"] = {
+            "type": "Split",
+            "pattern": {"Regex": "(a|a|aa)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
     chat = ChatTokenizer(model)
     with refused(r"tokenizer\.json cannot encode this text: .*retry-limit"):
         chat.encode("a" * 60 + "b")
@@ -189,22 +188,20 @@ def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
 ):
     """Eight such steps make one letter into 30^8, and all memory is gone."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    described = json.loads((model / "tokenizer.json").read_text())
-    described[part] = {
-        "type": "Sequence",
-        f"{part}s": [{"type": "Replace", "pattern": pattern, "content": content}] * 8,
-    }
-    (model / "tokenizer.json").write_text(json.dumps(described))
+    with edited(model / "tokenizer.json") as described:
+        described[part] = {
+            "type": "Sequence",
+            f"{part}s": [{"type": "Replace", "pattern": pattern, "content": content}] * 8,
+        }
     with refused(r"tokenizer\.json replaces parts of a text so that it may be \S+ times as long"):
         ChatTokenizer(model)
 
 
 def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(tiny_checkpoint, tmp_path):
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    described = json.loads((model / "tokenizer.json").read_text())
-    replaced = [{"Regex": " {2,}"}, {"String": "y"}]
-    marks = [{"type": "Replace", "pattern": pattern, "content": "x"} for pattern in replaced]
-    described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *marks]}
-    (model / "tokenizer.json").write_text(json.dumps(described))
+    with edited(model / "tokenizer.json") as described:
+        replaced = [{"Regex": " {2,}"}, {"String": "y"}]
+        marks = [{"type": "Replace", "pattern": pattern, "content": "x"} for pattern in replaced]
+        described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *marks]}
     chat = ChatTokenizer(model)
     assert chat.decode(chat.encode("a  by")) == "axbx"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
+from edited import edited
 from nearest import quantize_int
 from refused import refused
 from safetensors.torch import save_file
@@ -157,8 +158,7 @@ def test_a_description_that_says_another_grid_is_refused(tmp_path, wrong):
 
 def test_a_group_that_is_not_read_is_named(tmp_path):
     path = write(tmp_path / "a", LAYOUT, LAYOUT)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_1"]["format"] = "marlin-24"
-    (path / "config.json").write_text(json.dumps(config))
+    with edited(path / "config.json") as config:
+        config["quantization_config"]["config_groups"]["group_1"]["format"] = "marlin-24"
     with refused(r"config_groups\.group_1"):
         Checkpoint.open(path)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from commands import command
+from edited import edited
 from refused import refused
 from safetensors.torch import load_file, save_file
 
@@ -165,9 +166,8 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
     tiny_dense_checkpoint, tmp_path
 ):
     base = shutil.copytree(tiny_dense_checkpoint, tmp_path / "base")
-    settings = json.loads((base / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    with edited(base / "tokenizer_config.json") as settings:
+        del settings["chat_template"]
     tokenizer, chat = ChatTokenizer(base), tmp_path / "chat.jsonl"
     said = [
         {"role": "user", "content": "1 + 1?"},
