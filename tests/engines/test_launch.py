@@ -570,7 +570,7 @@ def test_speculation_with_a_dspark_head(name, tmp_path):
         ("vllm-ascend", {}, "recipe of vllm-ascend has no options for the DSpark draft head"),
         ("vllm", {"layout": "two-boxes"}, "in the layout two-boxes; .*--layout one-box"),
         ("sglang", {"layout": "four-boxes"}, "in the layout four-boxes"),
-        ("vllm", {"draft_length": 5}, "drafts . tokens a step .* use --draft-length ."),
+        ("vllm", {"draft_length": 5}, "drafts . tokens a step .* give at most ., or leave out"),
     ):
         with refused(told):
             deploy(path, engine, **({"draft_length": 2} | asked))
