@@ -12,7 +12,8 @@ import gc
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
+from quantkit.common.progress import Note, OnEvent
+from quantkit.common.sizes import format_duration
 from quantkit.executor.engine import Engine
-from quantkit.executor.hf_engine import open_engine
+from quantkit.executor.hf_engine import WholeEngine, open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SELF = "self"
@@ -38,6 +41,8 @@ _AT_ONCE = 128
 """Texts written together."""
 _LONGEST_QUESTION = 0.25
 """Of a document, as a share of its tokens."""
+_NOTE_S = 30.0
+"""Between lines of progress."""
 _CODE = (
     "import ",
     "def ",
@@ -174,39 +179,64 @@ def _written(
             "leave --calibration self out for quantkit's own text, or give a file",
         ) from error
     on_event(Note(f"the model writes {len(prompts)} documents of calibration text"))
-    written, total = 0, sum(recipe.seq_len - len(ids) for _, ids in prompts)
+    total = sum(recipe.seq_len - len(ids) for _, ids in prompts)
+    began = shown = time.monotonic()
+    written = 0
 
     def report(tokens: int) -> None:
-        nonlocal written
-        written += tokens
-        share, unit = min(written / total, 1.0), f"{written:,} tokens"
-        on_event(Progress("writing text", unit, written, total, 0.0, peak_memory(), share))
+        nonlocal written, shown
+        written, now = written + tokens, time.monotonic()
+        if now > shown + _NOTE_S and written:
+            shown, left = now, (now - began) * (total / written - 1)
+            said = f"{written:,} of at most {total:,} tokens written"
+            on_event(Note(f"{said}, {format_duration(left)} left"))
 
-    if isinstance(engine, Engine):
-        engine.while_computing = lambda advanced: report(len(advanced))
     params = [
         SamplingParams(
             temperature=1.0, max_new_tokens=recipe.seq_len - len(ids), seed=recipe.seed + number
         )
         for number, (_, ids) in enumerate(prompts)
     ]
-    texts: dict[int, str] = {}
-    for done in engine.generate([ids for _, ids in prompts], params):
-        if done.fault is not None:
-            raise done.fault
-        question, ids = prompts[done.index]
-        texts[done.index] = done.text if question else engine.tokenizer.decode(ids) + done.text
-        if not isinstance(engine, Engine):
-            report(len(done.token_ids))
+    finished = list(_finished(engine, [ids for _, ids in prompts], params, report))
+    texts = [
+        one.text if question else engine.tokenizer.decode(ids) + one.text
+        for (question, ids), one in zip(prompts, finished)
+    ]
     engine.close()
     del engine
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return [
-        {"kind": "written by the model"} | _content(question, texts[number])
-        for number, (question, _) in enumerate(prompts)
+        {"kind": "written by the model"} | _content(question, text)
+        for (question, _), text in zip(prompts, texts)
     ]
+
+
+def _finished(
+    engine: Engine | WholeEngine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    report: Callable[[int], None],
+) -> Iterator[Completion]:
+    """In the order of the prompts. report: is called with the tokens of every step."""
+    if not isinstance(engine, Engine):
+        for done in engine.generate(prompts, params):
+            report(len(done.token_ids))
+            yield done
+        return
+    sequences = [
+        engine.sequence(ids, one, number, streams=False)
+        for number, (ids, one) in enumerate(zip(prompts, params))
+    ]
+    for one in sequences:
+        engine.add(one)
+    while any(one.finish_reason is None for one in sequences):
+        report(len(engine.step()))
+    for one in sequences:
+        if one.fault is not None:
+            raise one.fault
+        yield one.completion()
 
 
 def _content(question: str, text: str) -> dict[str, Any]:

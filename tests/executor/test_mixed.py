@@ -189,9 +189,11 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint):
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
-@pytest.mark.parametrize(("device", "computed"), [("cuda", [[32]] * 4 + [[224, 224]]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("device", "computed"), [("cuda", [[32]] * 4 + [[224, 224], [17], [33]]), ("cpu", [])]
+)
 def test_the_longest_step_is_computed_before_the_first_request(device, computed):
-    """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile,
+    """Of two prompts, as long as a step is, or as the cache holds; then passes of odd lengths. A CPU has nothing to compile,
     and computes for seconds."""
     launched = []
 
