@@ -6,11 +6,10 @@ import torch
 from ascend import device_double, npu_double
 from quantkit_kernels import accelerator, torch_npu
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graphs import DeviceCapture
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights import weights
 from quantkit.executor.weights.prefetch import Prefetcher
 

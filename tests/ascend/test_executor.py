@@ -13,12 +13,11 @@ import torch
 from ascend import exact, npu_double
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.common.assets import builtin_model
 from quantkit.executor.cache.cache import PagedCache
-from quantkit.executor.engine import Engine
 from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import load_model
 
 QUESTIONS = ("What is 12 + 7?", "Tom has 5 apples and buys 8 more. How many apples does Tom have?")

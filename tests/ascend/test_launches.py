@@ -9,9 +9,8 @@ from quantkit_kernels import backends
 from quantkit_kernels.torch_npu.calls import bind
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.runner.graphs import compute
-from quantkit.executor.sampling.params import SamplingParams
 
 VIEWS = {"view", "_unsafe_view", "expand", "detach", "alias"}
 NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense", "lift_fresh"}

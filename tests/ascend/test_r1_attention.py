@@ -16,10 +16,9 @@ from ascend import device_double, exact, npu_double
 from ascend.test_executor import forced
 from quantkit_kernels import accelerator
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.runner.graphs import DeviceCapture
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import TokenLogprob
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]

@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stacked_experts import expected_stacks
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.grids.base import dequantize
 from quantkit.models.stored_parameters import check_stored, read_model

@@ -7,6 +7,7 @@ import torch
 from packed_model import write_random
 from refused import refused
 
+from quantkit import SamplingParams
 from quantkit.common.devices import (
     find_device,
     find_dtype,
@@ -15,7 +16,6 @@ from quantkit.common.devices import (
     set_current_device,
 )
 from quantkit.executor import engine
-from quantkit.executor.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from refused import refused
 
+from quantkit import QuantkitError
 from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.header import read_header
-from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
 
 

@@ -10,10 +10,10 @@ from replay_server import ReplayServer
 from sample_sizes import sized
 from two_runs import TASK
 
+from quantkit import QuantkitError
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.atomic_write import check_writable, write_atomic
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.run import run_evaluation
 

@@ -9,9 +9,9 @@ import pytest
 from refused import refused
 from sample_sizes import sized
 
+from quantkit import QuantkitError
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.common.assets import asset
-from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.tasks.definitions import find_task
 

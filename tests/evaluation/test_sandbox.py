@@ -22,8 +22,8 @@ from sample_sizes import sized
 from sandbox_walls import RESOURCES, WALLS, wall
 from typer.testing import CliRunner
 
+from quantkit import QuantkitError
 from quantkit.cli import app
-from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading import programs
 from quantkit.evaluation.sandbox import process

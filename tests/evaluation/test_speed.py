@@ -13,6 +13,7 @@ from commands import command
 from faulty_server import BROKEN, DONE, STOP, WHOLE, FaultyServer, chunk, event, refuse
 from refused import refused
 
+from quantkit import Engine
 from quantkit.evaluation.results.published import published_speeds_for
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget
@@ -26,7 +27,6 @@ from quantkit.evaluation.speed.measure import (
     summarize,
 )
 from quantkit.evaluation.speed.report import write_report
-from quantkit.executor.engine import Engine
 
 DELAY_S = 0.15
 GAP_S = 0.02

@@ -8,9 +8,9 @@ import engines
 import pytest
 from engines import capture, finish, note, submit_all
 
+from quantkit import SamplingParams
 from quantkit.common.devices import HostCopy
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.speculation import Speculation

@@ -8,13 +8,13 @@ from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from refused import refused
 
+from quantkit import SamplingParams
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.evaluation.speed.engine import open_target
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights import load as loading
 from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture

@@ -3,8 +3,8 @@
 import pytest
 from refused import refused
 
+from quantkit import Engine
 from quantkit.executor import engine
-from quantkit.executor.engine import Engine
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from engines import completions, load
 from tiny_models import CONFIGS, random_tensors
 
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 
 LENGTHS = (1, 17, 63, 64, 65, 150, 230)

@@ -12,7 +12,7 @@ from commands import typed
 from forked_ranks import run_ranks
 from quantkit_kernels import CODES
 
-from quantkit.common.errors import QuantkitError
+from quantkit import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.quantized_all_reduce import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
 from quantkit.executor.runner.prompt_context import Chunk, PrefillContext

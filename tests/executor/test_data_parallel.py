@@ -12,16 +12,15 @@ import torch
 from forked_ranks import run_ranks
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.cache.cache import CachePlan
-from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, join
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.grammar import regex
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.data_parallel import DataParallelScheduler, DpPadding
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence

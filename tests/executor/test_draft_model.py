@@ -21,11 +21,11 @@ from guessed_models import (
 from refused import refused
 from tied_model import tied_tensors
 
+from quantkit import SamplingParams
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner.prefill_tuner import StepBudget
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.draft_model import VocabAdapter, load_draft, make_drafter
 from quantkit.executor.speculation.speculation import Speculation

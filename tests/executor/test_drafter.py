@@ -8,9 +8,9 @@ import torch
 from engines import capture, load, tokens
 from refused import refused
 
+from quantkit import SamplingParams
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.decode_batch import DevicePositions
-from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from tied_model import tied_tensors
 from torch.nn import functional as F
 
+from quantkit import SamplingParams
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import draft_sizes
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.eagle_head import load_eagle_head
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.models.context import CausalContext

@@ -8,7 +8,7 @@ import torch
 from engines import completions, load, tokens
 from refused import refused
 
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import SamplingParams
 from quantkit.models.context import CausalContext
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)

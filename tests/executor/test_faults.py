@@ -9,9 +9,7 @@ import torch
 from engines import completions
 from refused import refused
 
-from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import Engine, QuantkitError, SamplingParams
 from quantkit.tokenizer.chat import TextStream
 
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(4)]

@@ -10,11 +10,9 @@ import pytest
 from engines import completions, load
 from refused import refused
 
+from quantkit import Engine, QuantkitError, SamplingParams
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.errors import QuantkitError
-from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import grammar
-from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(4)]
 SCHEMA = {

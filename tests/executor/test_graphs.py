@@ -6,9 +6,9 @@ import pytest
 import torch
 from engines import capture, in_place, load, tokens
 
+from quantkit import SamplingParams
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeBuffers, DecodeSteps, DeviceCapture
-from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
 PARAMS = [

@@ -8,7 +8,7 @@ from engines import capture, load, tokens
 from tiny_models import CONFIGS, PROMPTS, random_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import SamplingParams
 
 FAMILIES = [
     "gpt_oss",

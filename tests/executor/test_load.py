@@ -10,6 +10,7 @@ from quantkit_kernels import cpu as cpu_backend
 from quantkit_kernels import silu_and_mul
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint import shards
 from quantkit.checkpoint.formats import (
     awq,
@@ -19,11 +20,9 @@ from quantkit.checkpoint.formats import (
     modelopt,
     modelslim,
 )
-from quantkit.executor.engine import Engine
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid

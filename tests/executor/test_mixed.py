@@ -8,10 +8,9 @@ import pytest
 import torch
 from engines import completions, load, note, tokens
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 
 PROMPTS = [

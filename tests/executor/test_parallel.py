@@ -17,13 +17,12 @@ import torch
 from engines import completions, load
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.common.errors import UsageError
-from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import Parallel, join
 from quantkit.executor.sampling.grammar import regex
-from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
 PLAIN = [

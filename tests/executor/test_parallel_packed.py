@@ -5,10 +5,10 @@ import pytest
 from engines import completions, load
 from packed_model import write_packed
 
+from quantkit import SamplingParams
 from quantkit.checkpoint.formats import awq, compressed_int4, modelopt
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid

@@ -6,11 +6,11 @@ import torch
 from engines import capture, completions, in_place, load, note, tokens
 from packed_model import GROUPED, write_random
 
+from quantkit import SamplingParams
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import graph_warmup, prefill_graphs
 from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.runner.prefill_graphs import PrefillChunk
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 
 NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}

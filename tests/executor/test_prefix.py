@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from engines import completions
 
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import Engine, SamplingParams
 from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
 
 SYSTEM = [7 + i * 13 % 300 for i in range(200)]

@@ -6,8 +6,8 @@ import pytest
 from engines import load, tokens
 from tiny_models import CONFIGS, random_tensors
 
+from quantkit import SamplingParams
 from quantkit.executor.runner import repeated_steps
-from quantkit.executor.sampling.params import SamplingParams
 
 FAMILIES = [
     "llama",

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from engines import finish, load, note
 
+from quantkit import SamplingParams
 from quantkit.executor.runner import runner
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 

@@ -3,8 +3,8 @@ those of computing alone."""
 
 import pytest
 
+from quantkit import SamplingParams
 from quantkit.executor.cache.cache import CachePlan
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer

@@ -14,12 +14,11 @@ from engines import finish, load, note
 from guessed_models import beyond_the_backlog
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.hub import find_model
-from quantkit.executor.engine import Engine
 from quantkit.executor.options import MAX_DRAFT_LENGTH
 from quantkit.executor.rank0 import Leader, follow
 from quantkit.executor.runner.graphs import DecodeSteps
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
 from quantkit.executor.speculation.prompt_lookup import NgramIndex

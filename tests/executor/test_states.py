@@ -7,14 +7,13 @@ import torch
 from engines import capture, completions, load
 from refused import refused
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.executor import memory_budget
 from quantkit.executor.cache.sequence_state import recurrent_state_bytes
-from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner import prefill_graphs
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model

@@ -14,9 +14,9 @@ import r1_headers
 from commands import typed
 from refused import refused
 
+from quantkit import QuantkitError
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
 from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module

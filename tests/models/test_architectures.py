@@ -18,16 +18,15 @@ from refused import refused
 from tiny_models import CELLS, CONFIGS, PROMPTS, random_tensors, write
 from ulp_bound import assert_near, write_nudged
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import run_evaluation
-from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafter, make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel, load_model

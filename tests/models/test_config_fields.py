@@ -32,7 +32,7 @@ from transformers_peers import (
     whole,
 )
 
-from quantkit.common.errors import QuantkitError
+from quantkit import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES

@@ -18,10 +18,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
 from ulp_bound import assert_near, movement
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model, open_model
 from quantkit.grids.base import dequantize

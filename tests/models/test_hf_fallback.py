@@ -11,11 +11,11 @@ from refused import refused
 from tiny_models import CASES as TABLES
 from transformers_peers import checkpoint_tensors
 
+from quantkit import SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.worker import lead_or_follow
 from quantkit.models import find_architecture, is_known
 from quantkit.models.hf_traced.full_model import TransformersModel

@@ -9,10 +9,9 @@ from plain_weights import PlainWeights
 from refused import refused
 from tiny_models import CASES as TABLES
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MultiMtpDrafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel

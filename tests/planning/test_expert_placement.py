@@ -9,8 +9,8 @@ import torch
 from commands import typed
 from damage import VALUES
 
+from quantkit import QuantkitError
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.expert_counts import ExpertCounts

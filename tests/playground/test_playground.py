@@ -14,8 +14,7 @@ import torch
 from playground_server import served
 from refused import refused
 
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import Engine, SamplingParams
 from quantkit.playground.model import PlayModel, divergence, first_difference
 from quantkit.playground.play import Playground
 

@@ -16,6 +16,7 @@ from quantkit_kernels import KeySteps
 from refused import refused
 from safetensors.torch import load_file, save_file
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate import cache_scales
 from quantkit.calibrate.cache_scales import best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
@@ -24,8 +25,6 @@ from quantkit.common.progress import ignore_event
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_scales import power_of_two_ratios

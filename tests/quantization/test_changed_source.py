@@ -12,10 +12,10 @@ from output_files import files
 from quantized import quantized
 from refused import refused
 
+from quantkit import QuantkitError
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Progress, ignore_event
 from quantkit.quantization import conversion_plan as convert_module
 from quantkit.quantization.convert import convert

@@ -12,10 +12,9 @@ from commands import command
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 61, 62, 63, 64]
 TOLD = "promises MTP layer 2, of which no tensor is stored: left out"

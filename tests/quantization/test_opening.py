@@ -8,8 +8,8 @@ import pytest
 import torch
 from tied_model import TIED, tied_tensors
 
+from quantkit import QuantkitError
 from quantkit.calibrate.recipe import Recipe
-from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan

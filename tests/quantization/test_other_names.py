@@ -12,14 +12,13 @@ from letters import write_letters
 from quantized import quantized
 from torch.nn import functional as F
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import modelslim
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.engines.profiles import part_of
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.schemes import find_scheme

@@ -14,14 +14,13 @@ from packed_model import write_packed
 from refused import refused
 from safetensors.torch import load_file, save_file
 
+from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.formats import modelopt
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import PerplexityOptions
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.fp8_block import Fp8BlockWeight
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import find_scheme

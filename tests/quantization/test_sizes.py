@@ -12,12 +12,11 @@ from size_coverage import covered
 from small_recipe import SMALL
 from tiny_models import CONFIGS
 
+from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.progress import Note
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.planning.options import PlanOptions

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import checkpoint_tensors
 
+from quantkit import SamplingParams
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -24,7 +25,6 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.base import dequantize
 from quantkit.models import ARCHITECTURES
 from quantkit.models.hf_traced.architecture import TracedArchitecture

@@ -2,9 +2,8 @@
 
 import torch
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation

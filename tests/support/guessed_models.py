@@ -7,9 +7,8 @@ import engines
 import torch
 from tied_model import TIED
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine, SamplingParams
 from quantkit.executor.memory_budget import plan_kv_cache
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer

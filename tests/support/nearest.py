@@ -4,7 +4,7 @@ formats and kernels are held against."""
 import torch
 from torch.nn import functional
 
-from quantkit.common.errors import QuantkitError
+from quantkit import QuantkitError
 from quantkit.grids.e2m1 import E2M1_MAX, encode_e2m1
 from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntWeight, int_params, round_int

@@ -6,7 +6,7 @@ import time
 import openai
 import uvicorn
 
-from quantkit.executor.engine import Engine
+from quantkit import Engine
 from quantkit.executor.server.app import create_app
 from quantkit.executor.server.service import Service
 

@@ -4,8 +4,7 @@ tie."""
 import math
 import statistics
 
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling.params import SamplingParams
+from quantkit import Engine, SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(24)]
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
+from quantkit import QuantkitError
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.common.errors import QuantkitError
 
 UNITS = 100
 SHARD_BYTES = 1_500_000

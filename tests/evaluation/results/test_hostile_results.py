@@ -10,7 +10,7 @@ from hostile_results import changes
 from sample_sizes import sized
 from two_runs import write_runs
 
-from quantkit.common.errors import QuantkitError
+from quantkit import QuantkitError
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 
+from quantkit import SamplingParams
 from quantkit.executor.runner.runner import Runner
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.server.app import Limits
 
 ASKED = {"model": "tiny", "temperature": 0, "max_tokens": 5}
@@ -327,7 +327,6 @@ def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint, monkeypatch):
 SERVE = """
 import sys
 from quantkit.tokenizer.chat import TextStream
-from quantkit.executor.engine import Engine
 from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.serve import serve
 from quantkit.common.bind import bind
