@@ -15,6 +15,7 @@ from commands import typed
 from refused import refused
 
 from quantkit import QuantkitError
+from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.deploy.launch import deploy
@@ -229,6 +230,16 @@ def test_the_whole_job(tiny_checkpoint, here):
     assert (
         "was begun with scheme not given; give the same to go on, or another --out" in other.error
     )
+
+
+def test_the_model_writes_calibration_text_unless_some_is_named(tiny_checkpoint, here):
+    asked = f"go {tiny_checkpoint} --yes --devices 2xH100 --samples 4 --seq-len 48 --json"
+    for more, written in (("--out out", True), ("--out other --calibration builtin", False)):
+        said = typed(f"{asked} {more}")
+        assert said.code == 0, said
+        assert (Path(said.json["model"]) / SHIPPED_TEXT).is_file() == written
+        assert "quantkit's own text that calibration did not take" in said.json["quality"]["on"]
+    assert typed(f"{asked} --out out").code == 0, "complete, and begun with that text"
 
 
 @pytest.mark.parametrize("step", ["quantize", "measure", "launch", "a unit"])
