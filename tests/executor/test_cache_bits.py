@@ -4,6 +4,7 @@ import make_model
 import pytest
 import torch
 from engines import load, tokens
+from guessed_models import ask_ranks
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from refused import refused
@@ -40,10 +41,14 @@ def path(request, tiny_dense_checkpoint, grouped):
     return tiny_dense_checkpoint if request.param == "latents" else grouped
 
 
+def asked(engine):
+    return tokens(engine, PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
+
+
 def answers(path, cache, **options):
     engine = load(path, max_model_len=128, cache=cache, **options)
     try:
-        return tokens(engine, PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        return asked(engine)
     finally:
         engine.close()
 
@@ -76,8 +81,9 @@ def test_drafts_change_no_token(tiny_checkpoint, cache):
     assert answers(tiny_checkpoint, cache, draft_length=2) == answers(tiny_checkpoint, cache)
 
 
-def test_two_ranks_have_the_same_tokens_as_one(grouped):
-    assert answers(grouped, "int8", tp=2) == answers(grouped, "int8")
+def test_two_ranks_have_the_same_tokens_as_one(grouped, tmp_path):
+    found = ask_ranks(2, tmp_path, grouped, asked, max_model_len=128, cache="int8")
+    assert found == answers(grouped, "int8")
 
 
 def test_bytes_of_models_that_are_served():

@@ -11,8 +11,7 @@ import make_model
 import pytest
 import torch
 from engines import completions, load
-from forked_ranks import run_ranks
-from guessed_models import ranked
+from guessed_models import ask_ranks
 from quantized import quantized
 from refused import refused
 from tiny_models import CELLS, CONFIGS, PROMPTS, random_tensors, write
@@ -24,8 +23,6 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import run_evaluation
-from quantkit.executor.options import EngineOptions
-from quantkit.executor.rank0 import follow
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafter, make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
@@ -80,24 +77,6 @@ def asked(engine):
     return [one.token_ids for one in done], [
         [token.logprob for token in one.logprobs or []] for one in done
     ]
-
-
-def of_ranks(path, tp, folder):
-    """`logprobs` of ranks that are forks of this process; processes of their own are
-    tests/executor/test_parallel.py's."""
-
-    def rank(parallel):
-        settings = {"device": "cpu", "dtype": "float32", "max_batch": 4, "max_model_len": 128}
-        options = EngineOptions(path, **settings)
-        engine = ranked(parallel, options)
-        if parallel.rank:
-            follow(engine)
-            return []
-        found = asked(engine)
-        engine.leader.dismiss()
-        return found
-
-    return run_ranks(tp, folder, rank)[0]
 
 
 @functools.cache
@@ -301,7 +280,9 @@ def test_drafts_of_the_mtp_layer_change_no_token(name, tmp_path):
 
 def test_two_ranks_are_one(source, tmp_path):
     _skip_unasked(source, "ranks" in CELLS[source.name])
-    assert of_ranks(source, 2, tmp_path)[0] == logprobs_of_source(source)[0]
+    assert (
+        ask_ranks(2, tmp_path, source, asked, max_model_len=128)[0] == logprobs_of_source(source)[0]
+    )
 
 
 SHARED_HEADS = {
@@ -319,7 +300,10 @@ heads that two ranks each hold."""
 def test_ranks_that_hold_the_same_key_head_are_one(name, tmp_path):
     key_heads, tp = SHARED_HEADS[name]
     model = write(tmp_path / "model", name, num_key_value_heads=key_heads)
-    together, alone = of_ranks(model, tp, tmp_path), logprobs(model)
+    together, alone = (
+        ask_ranks(tp, tmp_path, model, asked, max_model_len=128),
+        logprobs(model),
+    )
     assert together[0] == alone[0]
     assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, (
         "the cache is bfloat16"

@@ -5,10 +5,13 @@ import os
 
 import engines
 import torch
+from forked_ranks import run_ranks
 from tied_model import TIED
 
 from quantkit import Engine, SamplingParams
 from quantkit.executor.memory_budget import plan_kv_cache
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.rank0 import follow
 from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -59,6 +62,23 @@ def ranked(parallel, options):
     draft = load_draft(options.draft, loaded, options) if options.draft else None
     tokenizer, cache = ChatTokenizer(options.model_path), plan_kv_cache(loaded, options, draft)
     return Engine(loaded, tokenizer, cache, options, draft)
+
+
+def ask_ranks(size, folder, path, ask, **options):
+    """What ask(engine) gives on rank 0 of ranks that are forks of this process; processes of their
+    own are tests/executor/test_parallel.py's."""
+
+    def rank(parallel):
+        settings = {"device": "cpu", "dtype": "float32", "max_batch": 4, **options}
+        engine = ranked(parallel, EngineOptions(path, **settings))
+        if parallel.rank:
+            follow(engine)
+            return []
+        found = ask(engine)
+        engine.leader.dismiss()
+        return found
+
+    return run_ranks(size, folder, rank)[0]
 
 
 def beyond_the_backlog(engine, drafts, unread):
