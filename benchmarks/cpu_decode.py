@@ -248,8 +248,8 @@ def measured(
             said = f"{what} of {name}, round {number + 1}, {peer.label}: {rows[peer.label][-1]}"
             print(f"{said} tokens/s, load {os.getloadavg()[0]:.1f}", flush=True)
     for peer in peers:
-        for count in map(str, CONCURRENCIES):
-            found, own = rows[peer.label], rows[peer.ours]
+        found, own = rows[peer.label], rows[peer.ours]
+        for count in found[0]:
             ratios = [ours[count] / theirs[count] for ours, theirs in zip(own, found)]
             rates = Spread.of([row[count] for row in found])
             line = f"{what} of {name}, concurrency {count}: {peer.label} {rates} tokens/s"
@@ -262,7 +262,7 @@ def measured(
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     real = options.llama is not None
     cases = (published if real else synthetic)(options, folder)
-    rates = list(RATES) if real else ["prompts" if options.prompts else "decode"]
+    rates = ["decode", "one prompt"] if real else ["prompts" if options.prompts else "decode"]
     report: dict[str, Any] = about() | {"threads": options.threads}
     print_about(report)
     for what in rates:

@@ -1,6 +1,6 @@
 """llama.cpp as cpu_decode.py measures it, in an environment of its own: llama-cpp-python.
 
-OMP_NUM_THREADS=1 python benchmarks/cpu_llama.py FILE.gguf VOCABULARY decode|prompts
+OMP_NUM_THREADS=1 python benchmarks/cpu_llama.py FILE.gguf VOCABULARY RATE
 """
 
 import json

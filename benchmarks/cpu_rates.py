@@ -4,6 +4,7 @@ beyond Python, so that an engine's own environment runs it."""
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 INPUT, OUTPUT, PROMPT = 32, 16, 1024
 CONTEXT = PROMPT + OUTPUT
@@ -18,11 +19,13 @@ def prompts(count: int, vocab: int, length: int = INPUT) -> list[list[int]]:
     return [[drawn.randrange(2, vocab) for _ in range(length)] for _ in range(count)]
 
 
-def prompt_rate(generate: Generate, vocab: int) -> dict[int, float]:
+def prompt_rate(
+    generate: Generate, vocab: int, counts: tuple[int, ...] = CONCURRENCIES
+) -> dict[int, float]:
     """Prompt tokens per second by concurrency."""
     found = {}
     generate(prompts(1, vocab, PROMPT // 2), 1)
-    for count in CONCURRENCIES:
+    for count in counts:
         asked, began = prompts(count, vocab, PROMPT), time.process_time()
         generate(asked, 1)
         found[count] = count * PROMPT / (time.process_time() - began)
@@ -43,4 +46,8 @@ def decoding_rate(generate: Generate, vocab: int) -> dict[int, float]:
 
 
 Rate = Callable[[Generate, int], dict[int, float]]
-RATES: dict[str, Rate] = {"decode": decoding_rate, "prompts": prompt_rate}
+RATES: dict[str, Rate] = {
+    "decode": decoding_rate,
+    "prompts": prompt_rate,
+    "one prompt": partial(prompt_rate, counts=(1,)),
+}

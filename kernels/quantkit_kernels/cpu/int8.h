@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int kZeroPoint = 128;  // of unsigned codes
-constexpr int kAhead = 4096;     // bytes: what a core fetches unasked ends with the page
+constexpr int kAhead = 6144;     // bytes: what a core fetches unasked ends with the page
 
 template <class To, class From> To bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
