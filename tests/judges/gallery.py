@@ -50,7 +50,7 @@ UNLOADED = {
 OTHERS = [name for name in SCHEMES if name != "awq-w4a16"]
 SCHEMES_EACH = 3
 """Of each model, awq-w4a16 among them."""
-DOCUMENTS = 6
+DOCUMENTS, TOKENS = 6, 48
 
 
 def planned(name, folder):
@@ -98,8 +98,9 @@ def ran(name, folder):
 
 
 def _opens(source, scheme, engine):
+    recipe = Recipe(scheme=scheme, seq_len=TOKENS)
     try:
-        request = read_request(SCHEMES[scheme], "auto", engine, Recipe(scheme=scheme))
+        request = read_request(SCHEMES[scheme], "auto", engine, recipe)
         open_job(request, Checkpoint.open(source))
     except QuantkitError:
         return False
@@ -114,7 +115,7 @@ def _use(source, text, out, scheme, engine):
         assert answer.code in codes, f"{' '.join(map(str, words))}: {answer.err[-600:]}"
         return answer
 
-    short = ("--seq-len", 48)
+    short = ("--seq-len", TOKENS)
     named = () if engine is None else ("--engine", engine)
     typed(
         *("quantize", source, "--scheme", scheme, "--out", out, "--calibration", text),
