@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.data import SHIPPED_TEXT, own_documents
+from quantkit.calibrate.data import BUILTIN, SHIPPED_TEXT, own_documents
 from quantkit.calibrate.documents import Document
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -167,7 +167,6 @@ def _written(
         source,
         device=device,
         max_batch=at_once,
-        max_model_len=recipe.seq_len,
         cache_tokens=at_once * recipe.seq_len,
         prefix_cache=False,
     )
@@ -176,10 +175,11 @@ def _written(
     except QuantkitError as error:
         raise QuantkitError(
             f"the model cannot write its calibration text here: {error.problem}",
-            "leave --calibration self out for quantkit's own text, or give a file",
+            f"use --calibration {BUILTIN} for quantkit's own text, or give a file",
         ) from error
     on_event(Note(f"the model writes {len(prompts)} documents of calibration text"))
-    total = sum(recipe.seq_len - len(ids) for _, ids in prompts)
+    longest = min(recipe.seq_len, engine.max_model_len)
+    total = sum(longest - len(ids) for _, ids in prompts)
     began = shown = time.monotonic()
     written = 0
 
@@ -193,7 +193,7 @@ def _written(
 
     params = [
         SamplingParams(
-            temperature=1.0, max_new_tokens=recipe.seq_len - len(ids), seed=recipe.seed + number
+            temperature=1.0, max_new_tokens=longest - len(ids), seed=recipe.seed + number
         )
         for number, (_, ids) in enumerate(prompts)
     ]

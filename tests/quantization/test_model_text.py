@@ -66,9 +66,10 @@ def test_half_of_the_documents_are_the_models(tiny_checkpoint, tmp_path, monkeyp
 
 
 def test_a_model_that_transformers_computes_writes_its_text(tmp_path):
-    """One without a chat template: texts alone."""
+    """One without a chat template: texts alone; of a shorter context than documents."""
     config = transformers.StableLmConfig(
         vocab_size=512,
+        max_position_embeddings=96,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=1,
