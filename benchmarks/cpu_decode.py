@@ -161,7 +161,7 @@ class Peer:
 def in_process(peer: Peer, vocab: int, threads: int, what: str) -> dict[str, float]:
     own = str(peer.path), str(vocab), what
     command = (
-        [peer.python, str(Path(__file__).with_name("cpu_llama.py")), *own]
+        [peer.python, str(Path(__file__).with_name("cpu_rates.py")), *own]
         if peer.engine == "llama.cpp"
         else [peer.python, __file__, "--measure", peer.engine, *own]
     )
