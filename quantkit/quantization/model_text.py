@@ -41,6 +41,8 @@ _AT_ONCE = 128
 """Texts written together."""
 _LONGEST_QUESTION = 0.25
 """Of a document, as a share of its tokens."""
+_TRIES = 1000
+"""Tokens drawn until one is a word, which hardly any of a vocabulary of digits is."""
 _NOTE_S = 30.0
 """Between lines of progress."""
 _CODE = (
@@ -143,7 +145,10 @@ def _questions(tokenizer: ChatTokenizer, own: list[Document], longest: int) -> I
         first = next((one for one in document.messages if one["role"] == "user"), None)
         if first is None or document.tools:
             continue
-        ids = tokenizer.encode_chat([{"role": "user", "content": first["content"]}])
+        try:
+            ids = tokenizer.encode_chat([{"role": "user", "content": first["content"]}])
+        except QuantkitError:  # a template that wants other roles: then texts alone
+            continue
         if len(ids) <= longest:
             yield first["content"], ids
 
@@ -152,10 +157,11 @@ def _openings(tokenizer: ChatTokenizer, rng: random.Random) -> Iterator[_Prompt]
     """Words of the vocabulary, after what begins a text."""
     begin = tokenizer.encode("")
     size = tokenizer.tokenizer.get_vocab_size()
+    size = min(size, tokenizer.vocab_size or size)
     while True:
-        token = rng.randrange(size)
-        if tokenizer.decode([token]).strip().isalpha():
-            yield "", [*begin, token]
+        tokens = (rng.randrange(size) for _ in range(_TRIES))
+        words = (one for one in tokens if tokenizer.decode([one]).strip().isalpha())
+        yield "", [*begin, next(words, rng.randrange(size))]
 
 
 def _written(
@@ -179,6 +185,7 @@ def _written(
         ) from error
     on_event(Note(f"the model writes {len(prompts)} documents of calibration text"))
     longest = min(recipe.seq_len, engine.max_model_len)
+    prompts = [(question, ids[: longest // 2]) for question, ids in prompts]
     total = sum(longest - len(ids) for _, ids in prompts)
     began = shown = time.monotonic()
     written = 0
