@@ -21,14 +21,16 @@ LONG_FIRST = (
 of two processes ends with one, alone."""
 
 DRAWN = {
+    "test_kill.py",
     "test_pages_in_browser.py",
     "test_plots.py",
+    "test_ranks.py",
     "test_regrading.py",
     "test_report.py",
     "test_result.py",
     "test_speed.py",
 }
-"""Modules whose pages have their plots."""
+"""Modules whose pages have their plots; two compare them with those of other processes."""
 
 
 @pytest.fixture(scope="module", autouse=True)

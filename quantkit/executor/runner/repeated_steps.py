@@ -49,9 +49,13 @@ class RepeatedSteps:
             return None
         buffers = DecodeBuffers(*size[:2], self.cache.device, ngram_rows=self.model.ngram_rows)
         buffers.fill(rows)
-        result, recording = record(
-            lambda: compute(self.model, buffers.inputs, buffers.context(self.cache))
-        )
+
+        def step() -> StepResult:
+            context = buffers.context(self.cache)
+            context.lengths = None  # a backend that needs them on the host must read them
+            return compute(self.model, buffers.inputs, context)
+
+        result, recording = record(step)
         self.failure = recording.refused
         if recording.nbytes > MOST_BYTES:
             self._most_rows = count - 1

@@ -326,6 +326,7 @@ def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint, monkeypatch):
 
 SERVE = """
 import sys
+from quantkit import Engine
 from quantkit.tokenizer.chat import TextStream
 from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.serve import serve
