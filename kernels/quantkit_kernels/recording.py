@@ -139,6 +139,11 @@ class _HostReads(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """Notes torch's operators."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by Dynamo, whose import took the first request a second."""
+        return False
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
