@@ -77,13 +77,19 @@ _CODE = (
 def model_text(source: Path, out: Path, recipe: Recipe, device: str, on_event: OnEvent) -> Path:
     """The file of the documents, written now if neither `out` nor an interrupted run has it.
 
-    Raises QuantkitError where the model does not fit `device`, on which it is loaded whole.
+    Raises QuantkitError where the model does not fit `device`, on which it is loaded whole, and
+    where another file has the text's name.
     """
     wanted = (Checkpoint.open(source).fingerprint, recipe.samples, recipe.held_out)
     key = hashlib.sha256(repr((*wanted, recipe.seq_len, recipe.seed)).encode()).hexdigest()
     for path in (text_path(out), out / SHIPPED_TEXT):
         if path.is_file() and _key(path) == key:
             return path
+    if text_path(out).exists() and _key(text_path(out)) is None:
+        raise QuantkitError(
+            f"{text_path(out)} is there, and no model wrote it for this output",
+            "move it away, or choose another --out",
+        )
     tokenizer = ChatTokenizer(source)
     own = own_documents(tokenizer, recipe.seed)
     count = (recipe.samples + recipe.held_out) // 2

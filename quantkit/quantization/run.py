@@ -202,7 +202,8 @@ def quantize(
                 job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
             )
             sensitivities_path(out).unlink(missing_ok=True)
-            text_path(out).unlink(missing_ok=True)
+            if run.text == text_path(out):
+                run.text.unlink()
     return _report(run, output, out, usage.seconds, usage.peak_memory, found)
 
 

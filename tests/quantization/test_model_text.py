@@ -98,3 +98,14 @@ def test_it_is_refused_where_the_model_may_not_be_loaded_whole(tiny_checkpoint, 
         with pytest.raises(QuantkitError, match="9 GB"):
             quantize(tiny_checkpoint, tmp_path / "out", **ASKED)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_users_file_of_the_texts_name_is_kept(tiny_checkpoint, tmp_path):
+    out = tmp_path / "out"
+    own = model_text.text_path(out)
+    own.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(9)))
+    before = own.read_bytes()
+    with pytest.raises(QuantkitError, match="move it away"):
+        quantize(tiny_checkpoint, out, **ASKED)
+    quantize(tiny_checkpoint, out, **ASKED | {"calibration": own})
+    assert own.read_bytes() == before
