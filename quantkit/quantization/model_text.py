@@ -211,6 +211,8 @@ def _written(
         for number, (_, ids) in enumerate(prompts)
     ]
     finished = list(_finished(engine, [ids for _, ids in prompts], params, report))
+    if fault := next((one.fault for one in finished if one.fault is not None), None):
+        raise fault
     texts = [
         one.text if question else engine.tokenizer.decode(ids) + one.text
         for (question, ids), one in zip(prompts, finished)
@@ -247,8 +249,6 @@ def _finished(
     while any(one.finish_reason is None for one in sequences):
         report(len(engine.step()))
     for one in sequences:
-        if one.fault is not None:
-            raise one.fault
         yield one.completion()
 
 
