@@ -12,7 +12,8 @@ from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import W8A16, dequantize, group_size, rows, shape
 
 _EXPANDED_ROWS = 64
-"""Tokens from which on torch's matmul is taken; as for FP4, not measured for int8."""
+"""Tokens from which on torch's matmul is taken (49152 x 576 in groups of 64, one core with AVX-512
+and bfloat16, ms, C++ / torch: M=12 10/30, M=40 31/37, M=63 51/55)."""
 
 
 class W8A16Linear(Linear):
