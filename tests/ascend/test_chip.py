@@ -1,5 +1,6 @@
 """The tile budget of every configuration that the Ascend kernels ship, and what they refuse."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from quantkit_kernels.samples import random_weight
 
 def test_block_rows():
     assert [chip.block_rows(m) for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+    assert chip.EXPERT_BLOCK_ROWS in chip.BLOCK_ROWS
 
 
 def test_what_a_step_holds_in_the_cubes_buffers():
@@ -64,12 +66,20 @@ def test_refusals_name_the_reason():
     assert "bfloat16 only" in (ascend.refused("experts_fp4", torch.float16, None) or "")
     assert "bfloat16 and float16" in (ascend.refused("linear_int8", torch.float32, None) or "")
     assert "quantized weights" in (ascend.refused("rms_norm", None, None) or "")
+    assert "8 bits only" in (ascend.refused("linear_w8a16", torch.bfloat16, None) or "")
     assert ascend.refused("linear_int8", torch.bfloat16, (2112, 7168)) is None
     assert ascend.refused("linear_int4", torch.bfloat16, None) is None
 
 
+def test_another_triton_is_not_triton_ascend(monkeypatch):
+    both = ["triton", "triton.backends.ascend"]
+    for known in ([], both[:1], both):
+        monkeypatch.setattr(importlib.util, "find_spec", dict.fromkeys(known, "found").get)
+        assert ascend.has_triton_ascend.__wrapped__() == (known == both)
+
+
 def test_cores_are_the_devices(monkeypatch):
-    """HfFallback the 910B3's, the fewest of the family."""
+    """Elsewhere the 910B3's, the fewest of the family."""
     assert chip.cores(torch.device("cpu")) == (20, 40)
     limit = {2: {"cube_core_num": 24, "vector_core_num": 48}}
     monkeypatch.setattr(

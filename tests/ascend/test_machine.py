@@ -127,11 +127,11 @@ def test_an_operator_that_cann_has_not_falls_back(cann, runs, monkeypatch):
 
 
 def test_the_cubes_own_layout_is_allowed_before_it_is_asked_for(monkeypatch):
-    config = SimpleNamespace(allow_internal_format=False)
+    config, cast = SimpleNamespace(allow_internal_format=False), []
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(config=config))
-    monkeypatch.setattr(calls, "call", lambda name, *_: (name, config.allow_internal_format))
-    weight = SimpleNamespace(device=SimpleNamespace(type="npu"))
-    assert calls.format_cast_nz(weight) == ("npu_format_cast", True)
+    monkeypatch.setattr(calls, "call", lambda *_: cast.append(config.allow_internal_format))
+    calls.format_cast_nz(SimpleNamespace(device=SimpleNamespace(type="npu")))
+    assert cast == [True]
 
 
 def test_what_is_missing_is_named(tmp_path):

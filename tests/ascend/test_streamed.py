@@ -1,6 +1,8 @@
 """Experts by the Ascend C kernels: their layouts are the twins', and backend ascend takes them
 where they were built and fit."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -166,6 +168,18 @@ def test_where_the_library_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.delenv("QUANTKIT_ASCENDC")
     extension._load()  # what was not built is not missed
     extension._load.cache_clear()
+
+
+def test_the_library_is_loaded_where_tensors_lie_on_an_npu(tmp_path, monkeypatch):
+    loaded, built = [], tmp_path / "built.so"
+    built.touch()
+    monkeypatch.setenv("QUANTKIT_ASCENDC", str(built))
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    for device in (CPU, SimpleNamespace(type="npu")):
+        extension._load.cache_clear()
+        extension.has("int4_grouped", device)
+    extension._load.cache_clear()
+    assert loaded == [str(built)]
 
 
 def test_without_the_library_triton_does_the_work():

@@ -211,8 +211,13 @@ def test_what_a_prolog_holds(grid):
 
 
 def test_every_byte_of_a_large_tensor_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", lambda a: asked.append(a.max_size))
+    """Each not before the collective's operand is there."""
+    asked, after = [], torch.zeros(1)
+
+    def note(a):
+        asked.append((a.max_size, a.dependency.data_ptr()))
+
+    monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", note)
     large = torch.empty(33 << 20, dtype=torch.int16)
-    prefetch([large, large[:5]])
-    assert asked == [66 << 20, 10]
+    prefetch([large, large[:5]], after)
+    assert asked == [(66 << 20, after.data_ptr()), (10, after.data_ptr())]
