@@ -96,13 +96,15 @@ def test_mla_decode(heads, block_size, interleaved, called):
 
 def test_queries_need_not_lie_in_one_piece():
     """Parts of something wider, from one cache and from two; the operator's rules demand one
-    piece."""
+    piece. Tables need not be wider than what they name."""
     case = latent_attention([17, 24], 2, 16, (128, 64, 128, 512), torch.bfloat16)
     pages, wide = case.arguments[3], random(2, 2, 2 * 576)
     absorbed, q_pe = wide[..., :512], wide[..., 600:664]
     for one in (pages, pages._replace(cache=split_latents(pages.cache, 512, True))):
         expected = attend(absorbed.contiguous(), q_pe.contiguous(), one, 0.1)
         assert torch.equal(attend(absorbed, q_pe, one, 0.1), expected)
+        full = one._replace(block_table=one.block_table[:, :2])
+        assert torch.equal(attend(absorbed, q_pe, full, 0.1), expected)
 
 
 def test_two_caches_are_read_by_the_operator_alone():

@@ -1,6 +1,7 @@
 """Versions are read from the files that CANN and the driver leave, and said to be unknown where
 there are none."""
 
+import os
 import platform
 import sys
 from types import SimpleNamespace
@@ -81,7 +82,7 @@ def test_what_keeps_an_npu_from_being_used(npu, monkeypatch):
     card = npu / "davinci0"
     card.touch()
     assert f"sees no card, though {card} is there" in said()
-    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: mode == os.R_OK)
     assert f"{card} may not be opened: join" in said()
     monkeypatch.undo()
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
@@ -113,7 +114,10 @@ def test_what_was_published_to_work_together(change, words):
     assert all(word in line for word, line in zip(words, said))
 
 
-@pytest.mark.parametrize(("cann", "runs"), [("9.1.0", True), ("9.0.0", False), ("8.5.0", False)])
+@pytest.mark.parametrize(
+    ("cann", "runs"),
+    [("9.1.0", True), ("10.0.0", True), ("9.0.0", False), ("8.5.0", False), ("not known", False)],
+)
 def test_an_operator_that_cann_has_not_falls_back(cann, runs, monkeypatch):
     """It is registered all the same; `quantkit kernels` says why it is not taken."""
     npu = SimpleNamespace(type="npu", index=0)
@@ -139,3 +143,13 @@ def test_what_is_missing_is_named(tmp_path):
     assert machine.version_in(tmp_path / "version.info") == f"no {tmp_path}/version.info"
     (tmp_path / "empty.info").write_text("nothing here\n")
     assert "no version in" in machine.version_in(tmp_path / "empty.info")
+
+
+def test_an_operator_is_looked_for_on_the_device():
+    library = torch.library.Library("quantkit_probe", "DEF")
+    library.define("one(Tensor x) -> Tensor")
+    library.impl("one", torch.clone, "PrivateUse1")
+    kinds = [SimpleNamespace(type=kind) for kind in ("npu", "cpu")]
+    found = [calls.has_kernel("one", kind, "quantkit_probe") for kind in kinds]
+    library._destroy()
+    assert found == [True, False]
