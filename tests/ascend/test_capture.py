@@ -1,14 +1,17 @@
 """Decode steps captured on the doubles of torch.npu and torch_npu: the tokens of eager steps, and
 nothing that a capture would refuse."""
 
+import numpy as np
 import pytest
 import torch
 from ascend import device_double, npu_double
 from quantkit_kernels import accelerator, torch_npu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit import Engine, SamplingParams
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import DeviceCapture
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.graphs import DecodeBuffers, DeviceCapture
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.weights import weights
 from quantkit.executor.weights.prefetch import Prefetcher
@@ -112,6 +115,22 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(quantized, np
     assert len(streams) > 1
     assert len(set(map(id, streams))) == 1, "sizes share a stream"
     assert behind._capture._pool is not model._capture._pool
+
+
+def test_the_host_waits_until_its_values_are_read():
+    """A copy that is not waited for reads the host's memory later on an NPU."""
+    unwaited = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator is torch.ops.aten.copy_.default:
+                unwaited.append(args[2:] == (True,))
+            return operator(*args, **(kwargs or {}))
+
+    buffers = DecodeBuffers(2, 16, torch.device("cpu"))
+    with Noted():
+        buffers.fill(DecodeRows(*np.ones((3, 2), np.int64), np.ones((2, 1), np.int32)))
+    assert unwaited == [False]
 
 
 def test_ranks_that_part_let_go_of_graphs_first(npu, monkeypatch):

@@ -16,6 +16,7 @@ from quantkit_kernels import (
     functional,
     prepare_mla_prolog,
     reference,
+    torch_npu,
     why_no_prolog,
 )
 from quantkit_kernels.paged import pairs_apart, pairs_together, split_latents
@@ -60,6 +61,7 @@ def test_mla_prepare(interleaved, called):
         < 4e-3
     )
     assert called == ["npu_kv_rmsnorm_rope_cache", "npu_rms_norm"]
+    assert set(called) <= set(torch_npu.NEEDS["mla_prepare"])
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -92,6 +94,7 @@ def test_mla_decode(heads, block_size, interleaved, called):
         called
         == [products, "npu_interleave_rope", "npu_fused_infer_attention_score_v2", products] * 2
     )
+    assert set(called) <= set(torch_npu.NEEDS["mla_decode"])
 
 
 def test_queries_need_not_lie_in_one_piece():
@@ -190,6 +193,7 @@ def test_mla_prolog_is_the_chain_it_replaces(grid, interleaved, called, monkeypa
     )
     absorbed, q_pe = prolog.query(x, doubled, apart, slots)
     assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
+    assert set(called) <= set(torch_npu.NEEDS["mla_prolog"])
     (call,) = given
     read = (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)
     assert [*map(layout_of, read)] == [NZ, NZ, NZ, "ND"]

@@ -78,6 +78,12 @@ def test_what_keeps_an_npu_from_being_used(npu, monkeypatch):
         lack = machine.lack()
         return f"{lack.what}: {lack.remedy}"
 
+    monkeypatch.syspath_prepend(npu)
+    for fault in ("ImportError", "OSError", "RuntimeError"):
+        (npu / "torch_npu.py").write_text(f"raise {fault}('libhccl.so: cannot open')")
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch_npu")
+            assert "torch_npu finds no libhccl.so: source CANN's set_env.sh" in said()
     assert f"there is no {npu}/davinci*: install the driver" in said()
     card = npu / "davinci0"
     card.touch()
