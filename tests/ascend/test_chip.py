@@ -43,12 +43,14 @@ def test_bytes_per_weight(grid, bits):
     assert held * 8 / (256 * 7168) == pytest.approx(bits, rel=2e-3)
 
 
-def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch):
+@pytest.mark.parametrize(("n", "k"), [(64, 7168), (7168, 128)])
+def test_rows_beyond_offsets_of_32_bits_are_refused(n, k, monkeypatch):
+    """Of x and of the outputs."""
     monkeypatch.setattr(launch, "cores", lambda device: (24, 48))
-    packed = layout.pack(random_weight("fp4", 64, 7168, torch.Generator().manual_seed(0)))
+    packed = layout.pack(random_weight("fp4", n, k, torch.Generator().manual_seed(0)))
     most = (2**31 - 1) // 7168
     for rows in (most, most + 1):
-        x, out = (torch.zeros(1, 1).bfloat16().expand(rows, width) for width in (7168, 64))
+        x, out = (torch.zeros(1, 1).bfloat16().expand(rows, width) for width in (k, n))
         blocks = in_order(torch.zeros(-(-rows // 128), dtype=torch.int32), rows, 128)
         if rows == most:
             assert launch.blocks(packed, x, None, blocks, out).kernel == "fp4_blocks"
