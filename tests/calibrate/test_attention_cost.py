@@ -31,30 +31,21 @@ def measured(scaled, folded, states, module, error):
     number for each token."""
     sublayer = scaled.sublayer
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
-    hidden, length = (
-        states.quantized.hidden[: states.quantized.lengths[0]],
-        states.quantized.lengths[0],
-    )
-    before = sublayer.run(sublayer.build(LayerWeights(tensors, no_experts)), hidden, [length])
+    length = states.quantized.lengths[0]
+    hidden = states.quantized.hidden[:length]
+
+    def run(tensors):
+        return sublayer.run(sublayer.build(LayerWeights(tensors, no_experts)), hidden, [length])
+
+    before = run(tensors)
     w = tensors[f"{module}.weight"]
     random = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0))
-    cost = 0.0
-    stream = squares(
-        Curvature(
-            sublayer.outputs.factor[None],
-            sublayer.outputs.energy[None],
-            sublayer.outputs.order[None],
-        )
-    )[0]
+    cost, outputs = 0.0, sublayer.outputs
+    batched = (one[None] for one in (outputs.factor, outputs.energy, outputs.order))
+    stream = squares(Curvature(*batched))[0]
     for row in random:
-        changed = tensors | {
-            f"{module}.weight": w
-            + 1e-3 * float(w.norm()) / float(row.norm()) * torch.outer(error, row)
-        }
-        lost = (
-            sublayer.run(sublayer.build(LayerWeights(changed, no_experts)), hidden, [length])
-            - before
-        )
+        change = 1e-3 * float(w.norm()) / float(row.norm()) * torch.outer(error, row)
+        lost = run(tensors | {f"{module}.weight": w + change}) - before
         cost += float(((lost @ stream) * lost).sum())
     return cost
 

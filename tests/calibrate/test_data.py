@@ -84,14 +84,11 @@ def test_the_seed_alone_decides(tmp_path):
 
 
 def test_a_small_source_is_split_in_proportion(tmp_path):
-    found = load(
-        jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64
-    )
+    records = [{"text": f"{i} text"} for i in range(18)]
+    found = load(jsonl(tmp_path / "c.jsonl", records), 128, 16, 64)
     assert (len(found.calibration), len(found.held_out)) == (16, 2)
-    assert found.summary
-    assert any(
-        "144 documents were asked for and 18 are there" in line for line in found.summary.lines()
-    )
+    told = "144 documents were asked for and 18 are there"
+    assert any(told in line for line in found.summary.lines())
 
 
 def test_empty_documents_are_replaced_by_others(tmp_path):
@@ -101,7 +98,6 @@ def test_empty_documents_are_replaced_by_others(tmp_path):
     ]
     found = load(jsonl(tmp_path / "c.jsonl", records), 15, 5, 64)
     assert (len(found.calibration), len(found.held_out)) == (15, 5)
-    assert found.summary
     assert found.summary.empty > 0
 
 
@@ -162,24 +158,6 @@ def test_files(tmp_path, ending):
     assert texts(found) == sorted(f'\x01ab\n\nx, "y"\nz{number}' for number in range(6))
 
 
-def test_what_was_taken_is_told(tmp_path):
-    records = [
-        {"conversations": [{"from": "human", "value": f"line\n{number}\x1b[31m"}]}
-        for number in range(20)
-    ]
-    found = load(
-        jsonl(tmp_path / "c.jsonl", [*records, {"text": "long " * 40}, {"text": " "}]), 20, 1, 20
-    )
-    assert found.summary
-    lines = found.summary.lines()
-    told = (
-        "20 documents of 22 read, 257 tokens, and 1 held out, 13 tokens; 1 empty, 1 cut to 20 "
-        "tokens"
-    )
-    assert lines[0] == f"calibration: {tmp_path}/c.jsonl (ShareGPT, text): {told}"
-    assert [line.startswith("  sample: ") for line in lines] == [False, True, True, True]
-
-
 ODD = {
     "fewer than half": [{"text": f"{number}" * 2} for number in range(20)],
     "only 1 of 20 documents are different; one of them comes 20 times": [{"text": "all alike here"}]
@@ -191,7 +169,6 @@ ODD = {
 @pytest.mark.parametrize("said", ODD)
 def test_odd_data_is_warned_of(tmp_path, said):
     taken = load(jsonl(tmp_path / "c.jsonl", ODD[said]), 16, 4, 20).summary
-    assert taken
     assert any(said in warning for warning in taken.warnings), taken.warnings
 
 
@@ -199,17 +176,11 @@ def test_few_tokens_are_cured_by_what_there_is(tmp_path):
     """More documents where some are left; and the text that a model ships is as much as its maker
     chose."""
     records = [{"text": f"{number:03}"} for number in range(30)]
-    taken = load(jsonl(tmp_path / "calibration.jsonl", records), 16, 4, 20).summary
-    assert taken
-    assert (
-        "fewer than half of the 400 asked for: raise --samples, 10 documents more are there"
-        in taken.warnings[0]
-    )
+    path = jsonl(tmp_path / "calibration.jsonl", records)
+    warnings = load(path, 16, 4, 20).summary.warnings
+    assert "raise --samples, 10 documents more are there" in warnings[0]
     (tmp_path / "config.json").write_text("{}")
-    shipped = load(tmp_path / "calibration.jsonl", 16, 4, 20).summary
-    assert shipped
-    assert shipped.warnings == ()
-    assert shipped.lines()[0] == taken.lines()[0]
+    assert load(path, 16, 4, 20).summary.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -266,17 +237,6 @@ def test_bad_sources_are_named(tmp_path, name, content, says):
     with refused(says) as told:
         load(tmp_path / name)
     assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("library", "source"), [("datasets", "org/name-v1.5:main:train"), ("pyarrow", "c.parquet")]
-)
-def test_without_its_library_a_source_is_refused(library, source, monkeypatch, tmp_path):
-    (tmp_path / "c.parquet").write_bytes(b"PAR1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, library, None)
-    with refused(f"pip install {library}"):
-        load(source)
 
 
 def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path):

@@ -1,11 +1,14 @@
-"""The cost of an error in the residual stream is what it is said to be."""
+"""The cost of an error in the residual stream is what it is said to be, and so is what it did to the
+next token."""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
     ResidualStream,
+    compare_paths,
     cost_to_next_token,
     cost_to_readers,
 )
@@ -92,3 +95,21 @@ def test_the_next_two_norms_of_the_model_read():
         for reader in modules
     )
     torch.testing.assert_close(readers.cost(units[attend_unit(0)], head), head + expected)
+
+
+@pytest.mark.parametrize("rows", [7, 64, 1000])
+def test_blocks_give_what_whole_logits_give(rows):
+    generator = torch.Generator().manual_seed(0)
+    original = 4 * torch.randn(50, 16, generator=generator)
+    quantized = original + 0.3 * torch.randn(50, 16, generator=generator)
+    head = torch.randn(333, 16, generator=generator)
+    p, q = (
+        (hidden.double() @ head.double().t()).log_softmax(-1) for hidden in (original, quantized)
+    )
+    (found,) = compare_paths(original, [quantized], head.split(rows))
+    assert found.tokens == 50
+    assert found.kl == pytest.approx(
+        float(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean()), rel=1e-5
+    )
+    assert found.top1_agree == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    assert 0 < found.top1_agree < 1

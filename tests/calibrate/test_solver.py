@@ -11,7 +11,6 @@ from quantkit.calibrate.input_sums import (
     InputStatistics,
     Observer,
     row_weights,
-    token_weights,
 )
 from quantkit.calibrate.linear_solver import LinearSolver
 from quantkit.calibrate.ranks import Ranks
@@ -31,13 +30,22 @@ def inputs(seed, rows):
 
 
 def solver(*methods):
-    return LinearSolver(
-        IntGrid(4, K, symmetric=False),
-        torch.float16,
-        Recipe(scheme="awq-w4a16"),
-        methods,
-        activation_bits=16,
-    )
+    grid, recipe = IntGrid(4, K, symmetric=False), Recipe(scheme="awq-w4a16")
+    return LinearSolver(grid, torch.float16, recipe, methods, activation_bits=16)
+
+
+def coded_solver(*methods):
+    """Activations have 8 bits, too."""
+    grid, recipe = IntGrid(8, None, symmetric=True), Recipe(scheme="int8-a8w8c16")
+    return LinearSolver(grid, torch.float32, recipe, methods, activation_bits=8)
+
+
+def chosen(own, x, weight, sample, samples, importance=None):
+    """The scale of x before weight; of `sample` rows, and of all that are judged."""
+    consumers = [Consumer(weight, 1.0, own, *[] if importance is None else [importance])]
+    hessian = x.t() @ x / len(x)
+    statistics = InputStatistics(hessian, x.abs().amax(0), x[:sample], samples)
+    return choose_scale(own, consumers, own.curvature(hessian), statistics, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -61,30 +69,19 @@ def test_plain_rounding_is_kept_where_the_method_clearly_loses(judged_on, rows, 
 def test_rows_without_importance_do_not_choose_the_scale():
     own = solver("awq")
     x = inputs(1, 1024)
-    hessian, curvature = x.t() @ x / len(x), own.curvature(x.t() @ x / len(x))
+    curvature = own.curvature(x.t() @ x / len(x))
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     ignored = 50 * rows[:4] * torch.linspace(3, 0.01, K)
     importance = torch.cat([torch.ones(N), torch.zeros(4)])
 
     def loss(scale):
         """Of the rows that count."""
-        return float(
-            own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum()
-        )
-
-    def chosen(consumer):
-        return choose_scale(
-            own,
-            [consumer],
-            curvature,
-            InputStatistics(hessian, x.abs().amax(0), x[:64], x),
-            exact=False,
-        )
+        largest = (rows * scale).abs().amax().expand(1, N)
+        return float(own.losses(rows, scale[None], largest, curvature).sum())
 
     every = torch.cat([rows, ignored])
-    assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(
-        chosen(Consumer(every, 1.0, own))
-    )
+    heeding, alike = (chosen(own, x, every, 64, x, counts) for counts in (importance, None))
+    assert loss(heeding) < loss(alike)
 
 
 def test_both_families_of_scales_are_tried_where_both_are_asked_for():
@@ -93,26 +90,11 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for():
     x[:, 5] *= (
         torch.arange(1024) % 97 == 0
     ) * 30.0  # large now and then: largest magnitudes and mean sizes differ
-    hessian = x.t() @ x / len(x)
-    statistics = InputStatistics(hessian, x.abs().amax(0), x[:256], x)
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
-
-    def own(*methods):
-        return LinearSolver(
-            IntGrid(8, None, symmetric=True),
-            torch.float32,
-            Recipe(scheme="int8-a8w8c16"),
-            methods,
-            activation_bits=8,
-        )
-
-    def chosen(*methods):
-        asked = own(*methods, "gptq")
-        return choose_scale(
-            asked, [Consumer(rows, 1.0, asked)], asked.curvature(hessian), statistics, exact=False
-        )
-
-    smooth, awq, both = chosen("smooth"), chosen("awq"), chosen("smooth", "awq")
+    smooth, awq, both = (
+        chosen(coded_solver(*methods, "gptq"), x, rows, 256, x)
+        for methods in (("smooth",), ("awq",), ("smooth", "awq"))
+    )
     assert not torch.equal(smooth, awq)
     assert torch.equal(both, smooth) or torch.equal(both, awq)
 
@@ -120,35 +102,15 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for():
 def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count():
     """Rows of one channel's outliers make the scale where they count, and another one where they
     count next to nothing."""
-    own = LinearSolver(
-        IntGrid(8, None, symmetric=True),
-        torch.float32,
-        Recipe(scheme="int8-a8w8c16"),
-        ("smooth", "awq"),
-        activation_bits=8,
-    )
     x, rows = torch.randn(2048, K), torch.randn(N, K)
     outliers = x[::64].clone()
     outliers[:, 5] = 400.0
-    hessian = x.t() @ x / len(x)
-
-    def chosen(counts):
-        statistics = InputStatistics(
-            hessian, x.abs().amax(0), x[:128], torch.cat([x, outliers * counts])
-        )
-        return choose_scale(
-            own, [Consumer(rows, 1.0, own)], own.curvature(hessian), statistics, exact=False
-        )
-
-    heeded, ignored = chosen(1.0), chosen(1e-3)
+    heeded, ignored = (
+        chosen(coded_solver("smooth", "awq"), x, rows, 128, torch.cat([x, outliers * counts]))
+        for counts in (1.0, 1e-3)
+    )
     assert heeded[5] / heeded.median() > 4
     assert ignored[5] / ignored.median() < 1.5
-
-
-def test_a_token_counts_by_what_the_stream_holds_of_it():
-    counts = token_weights(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
-    assert counts.square().mean() == pytest.approx(1.0)
-    assert counts[-1] / counts[:-1].mean() < 0.005
 
 
 @pytest.mark.parametrize("leaves", [False, True])

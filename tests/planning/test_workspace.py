@@ -3,12 +3,10 @@ computed by hand; and that the documented command leaves it free."""
 
 import re
 
-import pytest
 from r1_headers import R1, R1_TABLE
 
 from quantkit.common.assets import asset
 from quantkit.grids.schemes import find_scheme
-from quantkit.models import llama
 from quantkit.planning.device_fit import COLLECTIVE_BYTES, RESERVE_GIB, workspace_bytes
 
 CARD = 64 * 2**30
@@ -44,30 +42,6 @@ def test_what_changes_it():
     assert (
         of("awq-w4a16", tokens=1024)["rows of experts"] == of("awq-w4a16")["rows of experts"] // 2
     )
-    dense = {
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-    }
-    dense |= {
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-    }
-    config = llama.Config.from_dict(dense)
-    found = workspace_bytes(
-        llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices=1, context=512
-    )
-    assert found == {
-        "decoded experts": 0,
-        "rows of experts": 0,
-        "prompt": 2048 * 256 * 8,
-        "attention": 0,
-        "collectives": 0,
-    }
 
 
 def test_the_documented_command_leaves_room():
@@ -81,12 +55,3 @@ def test_the_documented_command_leaves_room():
     used = float(weights[1]) * 1e9 + cache + sum(of("awq-w4a16").values())
     assert used < 0.9 * CARD
     assert int(command[2]) >= 1536  # 1024 tokens in and 512 out
-    with pytest.raises(
-        AssertionError
-    ):  # what it was before: as much cache as nine tenths of what is free
-        assert (
-            float(weights[1]) * 1e9
-            + 0.9 * (CARD - float(weights[1]) * 1e9)
-            + sum(of("awq-w4a16").values())
-            < CARD
-        )

@@ -1,10 +1,10 @@
-"""Scales: the identity is among the candidates, and folding them into stored gains loses
-nothing."""
+"""Scales: the identity is among the candidates, folding them into stored gains loses nothing, and
+the activation error that is predicted is the one that rounding makes."""
 
 import torch
 
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
-from quantkit.quant.smooth import smoothing_candidates
+from quantkit.quant.smooth import activation_loss, smoothing_candidates
 
 
 def test_candidates_begin_with_the_identity_and_are_centred():
@@ -30,13 +30,6 @@ def test_weight_points_add_candidates_between_plain_and_whole_weights():
         weight**0.5 + 1e-4
     )  # the fourth of five powers, the second of three exponents
     torch.testing.assert_close(more[18] / wanted, (more[18] / wanted)[:1].expand(64))
-
-
-def test_batched_candidates_are_those_of_each():
-    activation, weight = torch.rand(3, 64) + 0.1, torch.rand(3, 64)
-    together = candidate_scales(activation, weight, 4)
-    for i in range(3):
-        torch.testing.assert_close(together[:, i], candidate_scales(activation[i], weight[i], 4))
 
 
 def test_effective_scale_folds_exactly():
@@ -83,3 +76,29 @@ def test_scales_of_others_do_not_depend_on_padding():
         found = candidates(padded, rows, 4)
         torch.testing.assert_close(found[:, :64], candidates(size, weight, 4))
         assert torch.equal(found[:, 64:], torch.ones(len(found), 8))
+
+
+def spiky():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2000, 256, generator=generator)
+    x[:, :4] *= 30
+    return x, torch.randn(64, 256, generator=generator)
+
+
+def rounded(x):
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return (x / step).round() * step
+
+
+def test_prediction_matches_rounding():
+    x, w = spiky()
+    real = ((rounded(x) - x) @ w.t()).square().sum(-1).mean()
+    torch.testing.assert_close(activation_loss(x, w.square().sum(0)), real, rtol=0.1, atol=0)
+
+
+def test_smoothing_helps_a_spiky_input():
+    x, w = spiky()
+    candidates = smoothing_candidates(x.abs().amax(0), w.abs().amax(0), 5)
+    assert torch.equal(candidates[0], torch.ones(256))
+    losses = [activation_loss(x / s, (w * s).square().sum(0)) for s in candidates]
+    assert min(losses[1:]) < 0.2 * losses[0]
