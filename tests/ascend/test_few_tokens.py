@@ -95,7 +95,9 @@ def test_gate(joined, tokens, launched):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"scoring_func": "sqrtsoftplus"}, {"joined_gate": True}], ids=["scores", "gated"]
+    "rule",
+    [{"scoring_func": "sqrtsoftplus"}, {"scoring_func": "softmax"}, {"joined_gate": True}],
+    ids=["scores", "divided", "gated"],
 )
 def test_gates_that_the_device_does_not_have_are_the_references(rule):
     rng, how = torch.Generator().manual_seed(5), Routing(40, 5, num_joined_experts=1, **rule)
