@@ -34,12 +34,9 @@ def test_gqa_decode(heads, width, block_size, called):
         for one, exact, length in zip(ours, case.exact, lengths)
         if length
     )
-    assert torch.equal(
-        gqa_decode(
-            case.q, case.pages._replace(lengths=lengths), scale=case.scale, backend="torch_npu"
-        ),
-        ours,
-    )
+    # the device's are not waited for where the host has them
+    told = case.pages._replace(lengths=lengths, seq_lens=case.pages.seq_lens.clamp(max=1))
+    assert torch.equal(gqa_decode(case.q, told, scale=case.scale, backend="torch_npu"), ours)
     assert called == ["npu_fused_infer_attention_score_v2"] * 2
 
 
