@@ -215,11 +215,11 @@ def test_unusable_names_the_reason():
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [64, 0])
+@pytest.mark.parametrize("group", [64, 0, -1])
 def test_the_plugin_of_vllm_computes_what_the_format_stores(bits, symmetric, group):
-    """Of a linear as compressed-tensors packs it; group 0: one scale per output channel."""
+    """Of a linear as compressed-tensors packs it; group 0 and -1: one scale per output channel."""
     (n, k), most = (128, 256), 2 ** (bits - 1)
-    shapes = ((n, k), (n, k // (group or k)))
+    shapes = ((n, k), (n, k // (group if group > 0 else k)))
     codes, points = (torch.randint(-most, most, shape, dtype=torch.int8) for shape in shapes)
     scale = (torch.rand(shapes[1]) + 0.5).bfloat16().float()
     weight = IntWeight(codes, scale, None if symmetric else points, bits)
@@ -235,6 +235,8 @@ def test_the_plugin_of_vllm_computes_what_the_format_stores(bits, symmetric, gro
     assert {name: one.shape for name, one in made.items() if not name.startswith("_")} == {
         name: one.shape for name, one in layer_of_vllm.named_parameters()
     }
+    if not symmetric:  # what vLLM gives each rank a part of
+        assert made["weight_zero_point"].shape[made["_packed_dim"]] * made["_packed_factor"] == n
     scheme.process_weights_after_loading(layer_of_vllm)
     x, bias = random(2, 3, k), random(n)
     exact = x.double() @ weight.dequantize(torch.float64).t() + bias.double()
