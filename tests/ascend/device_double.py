@@ -9,7 +9,7 @@ be told anew: a replay waits at these until `update` was called.
 
 import contextlib
 import sys
-from copy import copy
+from copy import copy, deepcopy
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -100,6 +100,7 @@ class NPUGraph:
         )
         for operator, _, kwargs, _ in self.launches:
             kwargs.update({key: told[key] for key in TOLD.get(_name(operator), ()) if key in told})
+        self.told = told, deepcopy(told)
         TOLD_ANEW.append(self)
         if self.waiting:
             self.waiting = False
@@ -151,6 +152,9 @@ class Stream:
         self.waits = other.waited_for = True
 
     def synchronize(self):
+        for graph in TOLD_ANEW:
+            told, then = graph.told
+            assert told == then, "what was told changed before it was read"
         TOLD_ANEW.clear()
 
 
