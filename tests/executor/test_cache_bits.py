@@ -10,6 +10,7 @@ from paged_pass import PROMPTS, causal_pass, paged_pass
 from refused import refused
 
 from quantkit import SamplingParams
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
@@ -18,7 +19,6 @@ from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights import load as loading
 from quantkit.executor.weights.load import load_model
-from quantkit.models import find_architecture
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.context import CausalContext
 
@@ -69,10 +69,8 @@ def test_through_the_cache_tokens_attend_to_its_codes(path, cache):
 
 
 @KINDS
-@pytest.mark.parametrize(
-    "options", [{"prefix_cache": True}, {"chunk_tokens": 9, "cache_tokens": 320}], ids=str
-)
-def test_tokens_are_the_same_however_they_were_scheduled(path, cache, options):
+def test_tokens_are_the_same_however_they_were_scheduled(path, cache):
+    options = {"prefix_cache": True, "chunk_tokens": 9, "cache_tokens": 320}
     assert answers(path, cache, **options) == answers(path, cache)
 
 
@@ -96,9 +94,10 @@ def test_bytes_of_models_that_are_served():
 @KINDS
 def test_perplexity_tells_what_the_cache_costs(path, cache):
     text = [torch.tensor(ids) for ids in PROMPTS]
-    same = measure(str(path), text, PerplexityOptions(baseline=str(path), device="cpu"))
-    coded = measure(
-        str(path), text, PerplexityOptions(baseline=str(path), device="cpu", cache=cache)
+    asked = {"baseline": str(path), "device": "cpu"}
+    same, coded = (
+        measure(str(path), text, PerplexityOptions(**asked, **more))
+        for more in ({}, {"cache": cache})
     )
     assert same.kl == 0
     assert 0 < coded.kl < 0.05
@@ -108,53 +107,45 @@ def test_perplexity_tells_what_the_cache_costs(path, cache):
 def uneven(latents, folder):
     """A model whose latents, or normed keys, have channels of very different sizes, made up for
     behind the cache."""
-    rng = torch.Generator().manual_seed(9)
+    torch.manual_seed(9)
     if latents:
         config = make_model.tiny_config(num_nextn_predict_layers=0)
         tensors = make_model.random_tensors(config)
     else:
-        config = GROUPED
-        architecture = find_architecture(config)
-        rows = architecture.parameters(architecture.Config.from_dict(config))
-        ends = {row.name for row in rows if row.role in ("embedding", "head")}
-        tensors = {
-            row.name: torch.randn(row.shape, generator=rng)
-            / (1 if row.name in ends else row.shape[-1] ** 0.5)
-            for row in rows
-        }
+        plain = Checkpoint.open(write_random(folder / "plain", GROUPED))
+        config, tensors = plain.config, {name: plain.read(name) for name in plain.tensors}
     for name, tensor in tensors.items():
         if name.endswith("kv_a_proj_with_mqa.weight"):
-            sizes = torch.randn(config["kv_lora_rank"], generator=rng).mul(1.5).exp()
+            sizes = torch.randn(config["kv_lora_rank"]).mul(1.5).exp()
             tensor[: len(sizes)] *= sizes[:, None]
             tensors[name.replace("kv_a_proj_with_mqa", "kv_b_proj")] /= sizes
         elif name.endswith("k_norm.weight"):
-            sizes = torch.randn(config["head_dim"] // 2, generator=rng).mul(1.5).exp().repeat(2)
+            sizes = torch.randn(config["head_dim"] // 2).mul(1.5).exp().repeat(2)
             tensor.copy_(sizes)
-            tensors[name.replace("k_norm", "q_norm")] = 2 / sizes
-    return make_model.write_dense(
-        folder / "uneven", config, {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    )
+            tensors[name.replace("k_norm", "q_norm")].copy_(2 / sizes)
+    return make_model.write_dense(folder / "uneven", config, tensors)
 
 
 @pytest.mark.parametrize("latents", [True, False])
 def test_channels_are_of_one_size_in_the_cache(latents, tmp_path, monkeypatch):
     """Which changes nothing that is computed, and makes the loss far smaller."""
     source, text = uneven(latents, tmp_path), [torch.tensor(ids) for ids in PROMPTS]
-    even, prompts = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.cat(text)
-    lengths = [len(ids) for ids in text]
+    lengths, options = [len(ids) for ids in text], {"device": "cpu", "cache": "int8"}
     with torch.inference_mode():
-        plain = load_model(source, device="cpu", dtype="float32").model(
-            prompts, CausalContext(lengths)
+        plain, even = (
+            load_model(source, device="cpu", dtype="float32", cache=cache).model(
+                torch.cat(text), CausalContext(lengths)
+            )
+            for cache in (None, "int8")
         )
-        assert torch.equal(even.model(prompts, CausalContext(lengths)), plain)
-    found = measure(
-        str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
-    ).kl
+    assert torch.equal(even, plain)
+
+    def loss():
+        return measure(str(source), text, PerplexityOptions(baseline=str(source), **options)).kl
+
+    found = loss()
     monkeypatch.setattr(loading, "equalize_kv_channels", lambda *_: None)
-    before = measure(
-        str(source), text, PerplexityOptions(baseline=str(source), device="cpu", cache="int8")
-    ).kl
-    assert found < 0.2 * before
+    assert found < 0.2 * loss()
 
 
 @pytest.fixture

@@ -8,15 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import typed
+from engines import note
 from forked_ranks import run_ranks
 from quantkit_kernels import CODES
+from refused import refused
 
-from quantkit import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.quantized_all_reduce import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
-from quantkit.executor.runner.prompt_context import Chunk, PrefillContext
-from quantkit.executor.weights.load import load_model
 
 CPU = torch.device("cpu")
 SIZE, ROWS, WIDTH = 3, 53, 4 * GROUP
@@ -79,35 +77,16 @@ def test_the_sum_is_within_its_bound(name, dtype, tmp_path):
 def test_what_is_sent(tmp_path, monkeypatch):
     """130 bytes for 128 values, each way; short sums, and those of another width, as they were."""
     sent = []
-    scatter, gather, plain = dist.all_to_all_single, dist.all_gather, dist.all_reduce
-
-    def scattering(received, x):
-        sent.append(x.nbytes)
-        return scatter(received, x)
-
-    def gathering(parts, x):
-        sent.append(x.nbytes)
-        return gather(parts, x)
-
-    def summing(x):
-        sent.append(-x.nbytes)
-        return plain(x)
-
-    monkeypatch.setattr(dist, "all_to_all_single", scattering)
-    monkeypatch.setattr(dist, "all_gather", gathering)
-    monkeypatch.setattr(dist, "all_reduce", summing)
+    for name in ("all_to_all_single", "all_gather"):
+        note(monkeypatch, dist, name, lambda _, x: sent.append(x.nbytes))
+    note(monkeypatch, dist, "all_reduce", lambda x: sent.append(-x.nbytes))
 
     def compute(parallel):
         parallel.coded_sums = CodedSums(torch.int8, SIZE, 40)
-        assert torch.allclose(
-            parallel.all_reduce(torch.ones(48, WIDTH)),
-            torch.full((48, WIDTH), float(SIZE)),
-            rtol=0.01,
-        )
-        for shape in ((40, WIDTH), (48, WIDTH + 2), (48, 2, GROUP)):
-            assert torch.equal(
-                parallel.all_reduce(torch.ones(shape)), torch.full(shape, float(SIZE))
-            )
+        for shape in ((48, WIDTH), (40, WIDTH), (48, WIDTH + 2), (48, 2, GROUP)):
+            found, expected = parallel.all_reduce(torch.ones(shape)), torch.full(shape, float(SIZE))
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+            assert shape == (48, WIDTH) or torch.equal(found, expected)
         parallel.coded_sums = None
         parallel.all_reduce(torch.ones(48, WIDTH))
         return sent
@@ -130,28 +109,6 @@ def test_steps_of_answers_are_exact():
     assert few.takes(torch.zeros(LEAST_ROWS, GROUP))
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_prompt_on_two_ranks(name, tiny_checkpoint, tmp_path):
-    """Its distribution moves by little, and not by nothing."""
-    token_ids = torch.arange(10, 74)
-
-    def log_probabilities(parallel, codes):
-        parallel.coded_sums = None if codes is None else CodedSums(codes, 2, 0)
-        loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32", parallel=parallel)
-        context = PrefillContext(loaded.new_cache(2), [Chunk(0, 64, torch.tensor([1]))])
-        return loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1)
-
-    found = run_ranks(
-        2,
-        tmp_path,
-        lambda parallel: [log_probabilities(parallel, codes) for codes in (None, CODES[name])],
-    )
-    assert torch.equal(found[0][1], found[1][1])
-    exact, coded = found[0]
-    divergence = (exact.exp() * (exact - coded)).sum(dim=-1).median()
-    assert 1e-9 < divergence < (1e-3 if name == "int8" else 1e-2)
-
-
 @pytest.mark.parametrize(
     ("asked", "tp", "device", "told"),
     [
@@ -162,12 +119,6 @@ def test_a_prompt_on_two_ranks(name, tiny_checkpoint, tmp_path):
     ],
 )
 def test_what_cannot_be_met_is_refused(asked, tp, device, told):
-    with pytest.raises(QuantkitError) as fault:
+    with refused(told):
         codes_of_sums(asked, tp, device)
-    assert told in str(fault.value)
     assert codes_of_sums(None, tp, device) is None
-
-
-def test_refused_before_a_rank_is_started():
-    refused = typed("run tiny-r1 --prompt a --device cpu --tp 2 --collectives int9")
-    assert "--collectives int8 or fp8" in refused.error

@@ -9,6 +9,7 @@ from engines import completions, load, tokens
 from refused import refused
 
 from quantkit import SamplingParams
+from quantkit.executor import engine as executor_engine
 from quantkit.models.context import CausalContext
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -68,15 +69,26 @@ def test_who_needs_no_further_block_keeps_none_from_others(tiny_checkpoint):
     )
 
 
-def test_ends_at_eos_and_not_before_min_new_tokens(engine, monkeypatch):
+@pytest.mark.parametrize("by_request", [False, True])
+def test_ends_at_a_token_and_not_before_min_new_tokens(engine, by_request, monkeypatch):
+    """The model's own, which is in the answer, or the request's, which is not in its text."""
     prompts = questions(engine, 1)
     (free,) = tokens(engine, prompts, GREEDY)
-    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset({free[7]}))
-    (done,) = completions(engine, prompts, SamplingParams(max_new_tokens=24))
+
+    def ended_by(ends, **more):
+        if by_request:
+            more |= {"stop_token_ids": tuple(ends), "ignore_eos": True}
+        else:
+            monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset(ends))
+        (done,) = completions(engine, prompts, SamplingParams(max_new_tokens=24, **more))
+        return done
+
+    done = ended_by({free[7]})
     assert done.finish_reason == "stop"
     assert done.token_ids == free[: free.index(free[7]) + 1]
-    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset(free[1:]))
-    (late,) = tokens(engine, prompts, SamplingParams(max_new_tokens=24, min_new_tokens=6))
+    said = engine.tokenizer.decode(done.token_ids[:-1])
+    assert not by_request or done.text.rstrip("\ufffd") == said.rstrip("\ufffd")
+    late = ended_by({*free[1:]}, min_new_tokens=6).token_ids
     assert not set(late[:6]) & set(free[1:])
     assert len(late) >= 6
 
@@ -104,25 +116,6 @@ def test_stream_is_generate_in_pieces(engine):
     assert "".join(delta.text for delta in deltas).rstrip("\ufffd") == whole.text.rstrip("\ufffd")
 
 
-def test_a_text_is_continued_as_its_tokens_are(engine):
-    text = "What is 3 + 4?"
-    texts = completions(engine, [text, text[:9]], GREEDY)
-    assert [one.token_ids for one in texts] == [
-        one.token_ids
-        for one in completions(
-            engine, [engine.tokenizer.encode(one) for one in (text, text[:9])], GREEDY
-        )
-    ]
-
-
-def test_a_stream_left_early_frees_its_cache(engine):
-    stream = engine.stream(questions(engine, 1)[0], GREEDY)
-    next(stream)
-    stream.close()
-    assert not engine.has_work
-    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
-
-
 def test_logprobs_are_of_the_chosen_tokens(engine):
     prompt = questions(engine, 1)[0]
     (done,) = completions(
@@ -137,9 +130,11 @@ def test_logprobs_are_of_the_chosen_tokens(engine):
         assert len(one.top) == 3
 
 
-def test_answers_end_at_the_context(engine):
-    prompt = [5] * 500
-    (done,) = completions(engine, [prompt], SamplingParams(max_new_tokens=100, ignore_eos=True))
+@pytest.mark.parametrize("draft_length", [0, 2])
+def test_answers_end_at_the_context(tiny_checkpoint, draft_length):
+    engine = load(tiny_checkpoint, max_model_len=64, draft_length=draft_length)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    (done,) = completions(engine, [[5] * 52], params)
     assert (len(done.token_ids), done.finish_reason) == (12, "length")
 
 
@@ -151,3 +146,23 @@ def test_prompts_that_cannot_run_are_refused_before_any_work(engine, prompt, sai
     with refused(said):
         next(engine.generate([[1, 2], prompt], GREEDY))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("max_batch", "max_model_len", "cache_tokens", "chunk_tokens", "tp", "dp")
+            for value in (0, -3)
+        ),
+        *(("max_batch", value) for value in (2.5, "8", True)),
+    ],
+)
+def test_amounts_that_are_none_are_refused_before_anything_begins(
+    tiny_checkpoint, name, value, monkeypatch
+):
+    """A batch or a chunk of nothing would never end."""
+    monkeypatch.setattr(executor_engine, "join", lambda *_: pytest.fail("ranks are started"))
+    with refused(rf"^{name} is {value!r}.*; give "):
+        load(tiny_checkpoint, **{name: value})

@@ -1,65 +1,12 @@
 """What the host does between two steps: tables written once, texts read while the device
 computes."""
 
-import itertools
-import random
-from collections import Counter
-from types import SimpleNamespace
-
 import pytest
 from engines import finish, load, note
 
 from quantkit import SamplingParams
-from quantkit.executor.runner import runner
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.tokenizer.chat import ChatTokenizer
-
-
-def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
-    """Of sequences that grow, whose blocks come when they are needed or earlier, that are computed
-    again in other blocks, or end."""
-    engine = load(tiny_checkpoint, max_model_len=512)
-    draw, size, anew = random.Random(3), engine.cache.block_size, Runner.rows
-    made, params = Counter(), SamplingParams(max_new_tokens=4000, ignore_eos=True)
-    note(monkeypatch, Runner, "rows", lambda *_: made.update(["anew"]))
-
-    def sequence(index):
-        one = Sequence(
-            index,
-            [draw.randrange(9)] * draw.randrange(1, 3 * size),
-            params,
-            engine.tokenizer,
-            4096,
-            streams=False,
-        )
-        one.state, one.num_cached = index, len(one.token_ids) - 1
-        return one
-
-    running = [sequence(index) for index in range(4)]
-    for step in range(300):
-        if step % 37 == 36:
-            running[draw.randrange(4)] = sequence(step)
-        if step % 23 == 22:
-            running[0].blocks = []
-            running = [*running[1:], running[0]]
-        for one in running:
-            missing = -(-(len(one.token_ids) + draw.randrange(9)) // size) - len(one.blocks)
-            one.blocks += [draw.randrange(1, 99) for _ in range(missing)]
-        found = engine.runner._decode_rows(running, 4)
-        expected = anew(
-            engine.runner,
-            [one.token_ids[-1] for one in running],
-            [(one, one.num_cached) for one in running],
-        )
-        for name in ("token_ids", "positions", "slots", "states"):
-            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
-        assert engine.runner._decode_batch.counts == [(one, 1) for one in running], step
-        for row, one in enumerate(running):
-            needed = one.num_cached // size + 1
-            assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
-            one.append(draw.randrange(99), 1.0)
-    assert 0 < made["anew"] < 100, "most steps kept them"
 
 
 def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_checkpoint):
@@ -76,52 +23,6 @@ def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_chec
     found = engine.runner._decode_rows([one], 1)
     assert found.tables[0, 0] == 5
     assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
-
-
-KEPT = "token_ids num_cached finish_reason first_token last_token _undecoded fault"
-
-
-def test_a_token_without_drafts_is_taken_as_one_with_them(tiny_checkpoint):
-    """First tokens, tokens that end an answer, and the last that there is room for."""
-    tokenizer = ChatTokenizer(tiny_checkpoint)
-    letter = tokenizer.tokenizer.encode("b", add_special_tokens=False).ids[0]
-    for stop, ids, ignore_eos, streams in itertools.product(
-        ((), ("b",)), ((), (7,)), (False, True), (False, True)
-    ):
-        params = SamplingParams(5, stop=stop, stop_token_ids=ids, ignore_eos=ignore_eos)
-        ended = Counter()
-        for last, place in itertools.product((7, *tokenizer.eos_ids, letter, 9), range(5)):
-            one, other = (
-                Sequence(0, [1, 2, 3], params, tokenizer, 64, streams=streams) for _ in range(2)
-            )
-            for now, token in enumerate([10] * place + [last], 1):
-                one.append(token, now)
-                other.extend([token], now)
-            for name in KEPT.split():
-                assert getattr(one, name) == getattr(other, name), (last, place, name)
-            assert one.take_text() == other.take_text()
-            ended[one.finish_reason] += 1
-        assert ended["length"] > 0
-        assert ended[None] > 0
-        assert bool(ended["stop"]) == bool(stop or ids or not ignore_eos)
-
-
-@pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
-def test_what_an_npu_does_not_capture(tiny_checkpoint, monkeypatch, kind, made):
-    """Its attention wants lengths on the host, which prompts and draws are not told anew."""
-    loaded, captures = (load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded, [])
-    monkeypatch.setattr(
-        runner, "DeviceCapture", lambda device: captures.append(object()) or captures[-1]
-    )
-    cache = SimpleNamespace(
-        device=SimpleNamespace(type=kind),
-        block_size=16,
-        read_in_place=False,
-        prefills_per_sequence=False,
-    )
-    found = Runner(loaded.model, cache)
-    assert len(captures) == len(made)
-    assert (found.prefill_runner._capture is None) == (kind == "npu")
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])

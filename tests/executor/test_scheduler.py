@@ -53,17 +53,19 @@ def schedule(tokenizer, lengths, max_batch=8, beside=None):
     return steps
 
 
-def test_prompts_that_fit_in_a_step_are_computed_in_order(tokenizer):
-    assert schedule(tokenizer, [60, 60, 60]) == [{0: 60, 1: 40}, {1: 20, 2: 60}]
-
-
-def test_a_long_prompt_alone_has_every_step(tokenizer):
-    assert schedule(tokenizer, [250]) == [{0: 100}, {0: 100}, {0: 50}]
-
-
-def test_a_long_prompt_leaves_half_of_a_step_to_others(tokenizer):
-    assert schedule(tokenizer, [1000, 3])[0] == {0: 97, 1: 3}
-    assert schedule(tokenizer, [1000, 90])[:2] == [{0: 50, 1: 50}, {0: 60, 1: 40}]
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([60, 60, 60], [{0: 60, 1: 40}, {1: 20, 2: 60}]),
+        ([250], [{0: 100}, {0: 100}, {0: 50}]),
+        ([1000, 3], [{0: 97, 1: 3}]),
+        ([1000, 90], [{0: 50, 1: 50}, {0: 60, 1: 40}]),
+    ],
+)
+def test_prompts_share_a_step(tokenizer, lengths, steps):
+    """Those that fit are computed in order; a long one alone has every step, and leaves half of it
+    to others."""
+    assert schedule(tokenizer, lengths)[: len(steps)] == steps
 
 
 def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer):

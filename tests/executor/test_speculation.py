@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import engines
 import guessed_models
+import make_model
 import pytest
 import torch
-from engines import finish, load, note
+from engines import capture, finish, load, note
 from guessed_models import beyond_the_backlog
 from refused import refused
 
@@ -18,6 +19,8 @@ from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.options import MAX_DRAFT_LENGTH
 from quantkit.executor.rank0 import Leader, follow
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.decode_batch import DevicePositions
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
@@ -72,18 +75,9 @@ def test_tokens_are_those_of_plain_decoding(options, temperature, monkeypatch):
         load(find_model("tiny-r1"), max_model_len=192, **given) for given in ({}, options)
     )
     kept = (3, 6, 7, 9)
-    asked = [
-        plain.tokenizer.encode_chat(
-            [{"role": "user", "content": f"What is {3 + i}+{41 + 17 * i}?"}]
-        )
-        for i in kept
-    ]
-    given = [
-        SamplingParams(
-            max_new_tokens=48, temperature=temperature, top_p=0.95, seed=i, ignore_eos=True
-        )
-        for i in kept
-    ]
+    questions = [f"What is {3 + i}+{41 + 17 * i}?" for i in kept]
+    asked = [plain.tokenizer.encode_chat([{"role": "user", "content": one}]) for one in questions]
+    given = [SamplingParams(48, temperature, top_p=0.95, seed=i, ignore_eos=True) for i in kept]
     found = [engines.tokens(engine, asked, given) for engine in (plain, guessing)]
     assert found[0] == found[1]
     assert guessing.speculation.controller.rates[PROMPT_LOOKUP].proposed
@@ -95,34 +89,35 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     """Where guesses were switched off for a while, those after it are the ones that were made
     without a pause; read as a prompt, or by the rows of a step that is captured already."""
     always = load(tiny_checkpoint, max_model_len=128, draft_length=1)
-    expected = tokens(always, params(0.0))
     paused = load(tiny_checkpoint, max_model_len=128, draft_length=1)
-    drafter = paused.speculation.drafter
+    drafter, read = paused.speculation.drafter, Counter()
     if captured:
         drafter.steps = DecodeSteps(drafter.mtp, paused.cache, lambda step, lengths: step)
-        read = counted(monkeypatch, drafter)
-    seen = {"always": {}, "paused": {}}
-    extend = Sequence.extend
+        catch_up = drafter._catch_up
 
-    def kept(where):
-        def wrapped(self, chosen, now):
-            if self.drafts:
-                seen[where][self.index, len(self.token_ids)] = self.drafts[0]
-            return extend(self, chosen, now)
+        def reading():
+            """How often what is behind is read by rows of a captured step, and as a prompt."""
+            with monkeypatch.context() as inside:
+                note(inside, drafter.steps, "run", lambda *_, **__: read.update(["rows"]))
+                note(inside, drafter, "mtp", lambda *_: read.update(["passes"]))
+                catch_up()
 
-        return wrapped
+        monkeypatch.setattr(drafter, "_catch_up", reading)
 
-    monkeypatch.setattr(Sequence, "extend", kept("always"))
-    tokens(always, params(0.0))
-    monkeypatch.setattr(Sequence, "extend", kept("paused"))
-    steps = Counter()
+    seen, steps, kind = {"always": {}, "paused": {}}, [0], "always"
+
+    def kept(one, *_):
+        if one.drafts:
+            seen[kind][one.index, len(one.token_ids)] = one.drafts[0]
 
     def choose(self):
-        steps["all"] += 1
-        return (
-            0 if steps["all"] % (6 if captured else 14) > 3 else 1
-        ), 0  # what is behind after two steps fits in a step of guesses
+        """What is behind after two steps fits in a step of guesses."""
+        steps[0] += 1
+        return 0 if steps[0] % (6 if captured else 14) > 3 else 1, 0
 
+    note(monkeypatch, Sequence, "extend", kept)
+    expected = tokens(always, params(0.0))
+    kind = "paused"
     monkeypatch.setattr(DraftLengthController, "choose", choose)
     assert tokens(paused, params(0.0)) == expected
     if captured:
@@ -132,41 +127,6 @@ def test_the_mtp_layer_catches_up_after_a_pause(tiny_checkpoint, monkeypatch, ca
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), (
         "the cache is bfloat16: a tie may turn"
     )
-
-
-def counted(monkeypatch, drafter):
-    """How often what is behind was read by rows of a captured step, and as a prompt."""
-    found, catch_up, step, mtp = Counter(), drafter._catch_up, drafter.steps.run, drafter.mtp
-
-    def reading():
-        with monkeypatch.context() as inside:
-            inside.setattr(
-                drafter.steps,
-                "run",
-                lambda *given, **named: found.update(["rows"]) or step(*given, **named),
-            )
-            inside.setattr(drafter, "mtp", lambda *given: found.update(["passes"]) or mtp(*given))
-            catch_up()
-
-    monkeypatch.setattr(drafter, "_catch_up", reading)
-    return found
-
-
-def test_the_mtp_layer_reads_its_backlog_in_one_pass(tiny_checkpoint, monkeypatch):
-    """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
-    hidden states."""
-    engine = load(tiny_checkpoint, max_model_len=128, draft_length=1)
-    drafter = engine.speculation.drafter
-    read = []
-    note(monkeypatch, drafter, "_states", lambda hidden: read.append(len(hidden)))
-    engine.speculation.set_lengths(0, 0)
-    sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
-    while len(sequence.generated) < 41:
-        engine.step()
-    assert read == [len(PROMPTS[0])]
-    engine.speculation.set_lengths(1, 0)
-    engine.step()
-    assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
 
 
 def test_sequences_beyond_the_backlog_are_not_drafted_for(tiny_checkpoint, monkeypatch):
@@ -201,6 +161,57 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint):
     for _ in range(2):
         assert tokens(engine, asked) == plain
     assert engine.speculation.controller.step_times[1].by_rows()
+
+
+GUESSED = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint, temperature, monkeypatch):
+    """Tokens are those of plain decoding: by a host that waits for the first, as for an NPU; in one chain, which the host waits for
+    once a step; over static buffers."""
+    asked = [
+        SamplingParams(20 + 7 * i, temperature, top_p=0.9, seed=i, ignore_eos=True)
+        for i in range(6)
+    ]
+    found, waited = [], Counter()
+    plain = engines.tokens(load(easy_checkpoint), GUESSED, asked)
+    note(monkeypatch, Parallel, "agree", lambda *_: waited.update([kind]))
+    for kind in ("waits", "chain", "captured"):
+        engine = load(easy_checkpoint, draft_length=3)
+        if kind == "captured":
+            capture(engine, lambda step, _: step, 3)
+        drafter = engine.speculation.drafter
+        assert not drafter.waits
+        drafter.waits = kind == "waits"
+        assert engines.tokens(engine, GUESSED, asked) == plain
+        found.append(vars(engine.speculation.acceptance))
+    assert found[0] == found[1] == found[2]
+    assert 0.2 < engine.speculation.acceptance.rate < 1, "all or no guesses are right"
+    assert waited["chain"] == waited["captured"] < 0.6 * waited["waits"]
+
+
+def test_places_that_are_nobodys_lie_in_block_0():
+    """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is
+    read beyond the tables."""
+    tables = torch.tensor([[5, 7], [3, 0]], dtype=torch.int32)
+    found = DevicePositions.of(torch.tensor([9, 3]), tables, 8, 1000)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([9, 3], [7 * 8 + 1, 3 * 8 + 3])
+    found = DevicePositions.of(torch.tensor([17, 12]), tables, 8, 1000)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([15, 12], [1, 4])
+    found = DevicePositions.of(torch.tensor([9, 6]), tables, 8, 6)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([5, 5], [1, 6])
+
+
+def test_a_model_without_the_layer_is_refused(tmp_path):
+    config = make_model.tiny_config(num_nextn_predict_layers=0)
+    make_model.write_dense(tmp_path / "none", config, make_model.random_tensors(config))
+    with refused("no MTP layer"):
+        load(tmp_path / "none", draft_length=1)
+    dropped = make_model.tiny_config()
+    make_model.write_dense(tmp_path / "dropped", dropped, make_model.random_tensors(config))
+    with refused("promises MTP layer 3, of which no tensor is stored: left out"):
+        load(tmp_path / "dropped", draft_length=1)
 
 
 def test_other_ranks_get_the_draft_length():

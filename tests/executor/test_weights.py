@@ -1,4 +1,5 @@
-"""Each kind of weight meets its operator, and the operator computes the weight's value."""
+"""Each kind of weight meets its operator, and the operator computes the weight's value; shares of a
+weight put together are the weight."""
 
 import warnings
 
@@ -9,10 +10,9 @@ from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from refused import refused
 
 from quantkit.executor.weights.load import load_model
-from quantkit.executor.weights.weights import ExecutorWeights, operand
-from quantkit.grids.base import dequantize
+from quantkit.executor.weights.weights import ExecutorWeights, operand, share_range
+from quantkit.grids.base import cut_columns, cut_rows, dequantize
 from quantkit.grids.int_groups import IntGrid
-from quantkit.models.mlp import Mlp
 
 W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
 NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
@@ -55,46 +55,6 @@ def weights(tiny_checkpoint):
     return load_model(tiny_checkpoint, device="cpu", dtype="float32").weights
 
 
-def test_fused_linear_is_its_parts_side_by_side(weights):
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
-    names = tuple(f"model.layers.1.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
-    fused = weights.fused_linear(names)
-    assert isinstance(fused, kernels.Linear)
-    expected = torch.cat([x @ weights.dequantized(name).T for name in names], dim=-1)
-    torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights):
-    generator = torch.Generator().manual_seed(1)
-    prefix, shared = "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"
-    x, topk_weights = (
-        torch.randn(5, 256, generator=generator),
-        torch.rand(5, 2, generator=generator),
-    )
-    topk_ids = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 2], [1, 0]])
-    count = int(weights.checkpoint.config["n_routed_experts"])
-    joined = weights.experts_with_shared(prefix, count, shared)
-    ours = joined(
-        x,
-        torch.cat((topk_ids, torch.full((5, 1), count)), dim=1),
-        torch.cat((topk_weights, torch.ones(5, 1)), dim=1),
-    )
-    expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + Mlp(shared, weights)(x)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_shared_expert_of_another_form_is_run_apart(weights, monkeypatch):
-    monkeypatch.setattr(
-        weights.checkpoint, "weight", lambda module, device: W[:64] if "shared" in module else W
-    )
-    assert (
-        weights.experts_with_shared(
-            "model.layers.1.mlp.experts", 4, "model.layers.1.mlp.shared_experts"
-        )
-        is None
-    )
-
-
 def test_parts_on_different_grids_are_not_fused(weights, monkeypatch):
     parts = {"a": W, "b": rounded(4, 128, False, torch.float16)}
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: parts[module])
@@ -129,17 +89,6 @@ def test_router_stays_in_float32(tiny_checkpoint):
     assert not weights.has("model.norm.bias")
 
 
-def test_held_bytes_are_counted(tiny_checkpoint):
-    loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32")
-    held = sum(
-        info.nbytes
-        for name, info in loaded.checkpoint.tensors.items()
-        if "layers.3" not in name and "scale_inv" not in name
-    )
-    # FP8 is one byte a weight on disk and four here; norms and embeddings grow from two.
-    assert 2 * held < loaded.nbytes < 5 * held
-
-
 def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint):
     """The CPU's packed operators have no unquantized linears: torch has them then. One that serves
     nothing here is refused at once."""
@@ -150,37 +99,97 @@ def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint):
             load_model(tiny_checkpoint, device="cpu", backend=backend)
 
 
-def test_the_reference_is_told_with_its_time(tiny_checkpoint, weights, monkeypatch):
+def test_the_reference_is_told_with_its_time(weights, monkeypatch):
     """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to
-    expand them: told once."""
-    int4 = odd()
-    slow = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16)
-    assert slow._backend("linear", int4) == "expanded"
+    expand them."""
+    slow = executor_weights(weights)
+    assert slow._backend("linear", odd()) == "expanded"
     monkeypatch.setattr(slow, "_may_expand", False)
-    with pytest.warns(
-        RuntimeWarning,
-        match=r"SLOW: linear_int4 runs on the reference.* ms a token for one weight of 24 x "
-        r"64.*cpu: .*16",
-    ):
-        assert slow._backend("linear", int4) == "reference"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert slow._backend("linear", int4) == "reference"
+    told = (
+        r"SLOW: linear_int4 runs on the reference.* ms a token for one weight of 24 x 64.*cpu: .*16"
+    )
+    assert check_told_once(slow, told) == "reference"
 
 
-def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(weights):
+def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told(weights):
     """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has
     none, which is nothing to tell."""
-    int4 = odd()
-    asked = ExecutorWeights(
-        weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16, backend="cpu"
-    )
-    with pytest.warns(
-        RuntimeWarning,
-        match=r"^backend cpu does not serve linear_int4 of this model, reference does: .*16",
-    ):
-        asked._backend("linear", int4)
+    asked = executor_weights(weights, backend="cpu")
+    check_told_once(asked, "^backend cpu does not serve linear_int4 of this model, reference does")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked._backend("linear", int4)
         asked._backend("linear", kernels.Dense(W[:24, :64]))
+
+
+def executor_weights(weights, **options):
+    asked = {"device": torch.device("cpu"), "dtype": torch.bfloat16, **options}
+    return ExecutorWeights(weights.checkpoint, [], **asked)
+
+
+def check_told_once(weights, told):
+    """The backend of a weight of which this is told, the first time alone."""
+    with pytest.warns(RuntimeWarning, match=told):
+        weights._backend("linear", odd())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return weights._backend("linear", odd())
+
+
+W192 = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
+WEIGHTS = {
+    "dense": W192,
+    "int4 asymmetric": quantize_int(W192, IntGrid(4, 128, False), scale_dtype=torch.float16),
+    "int4 symmetric": quantize_int(W192, IntGrid(4, 64, True), scale_dtype=torch.float16),
+    "int8": quantize_int(W192, IntGrid(8, None, True), scale_dtype=torch.float32),
+    "fp4": quantize_fp4(W192),
+    "fp8": quantize_fp8_block(W192),
+}
+
+
+def row_share(weight, name, rank, size):
+    return cut_rows(weight, *share_range(weight.shape[0], "output features", name, rank, size))
+
+
+def column_share(weight, name, rank, size):
+    return cut_columns(
+        weight, name, *share_range(weight.shape[1], "input features", name, rank, size)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_shares_make_the_whole(name, size):
+    weight = WEIGHTS[name]
+    for cut, dim in ((row_share, 0), (column_share, 1)):
+        shares = [cut(weight, name, rank, size) for rank in range(size)]
+        is_packed = name in ("int4 asymmetric", "int8", "fp4")
+        assert not is_packed or {type(share) for share in shares} == {type(weight)}
+        assert torch.equal(torch.cat([*map(dequantize, shares)], dim=dim), dequantize(weight))
+
+
+def test_a_group_is_cut_into_whole_smaller_groups():
+    """256 input features in groups of 128 on 4 ranks: 64 each, half a group, which keeps the
+    group's scale."""
+    share = column_share(WEIGHTS["int4 asymmetric"], "w", 1, 4)
+    assert share.group_size == 64
+    assert torch.equal(share.scale[:, 0], WEIGHTS["int4 asymmetric"].scale[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "own"), [(2, 2, [0, 1]), (4, 2, [0, 0, 1, 1]), (4, 1, [0, 0, 0, 0])]
+)
+def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(size, heads, own):
+    """As query heads lie: those of a key head are on neighbours."""
+    ranges = [
+        share_range(heads * 64, "output features", "k", rank, size, heads) for rank in range(size)
+    ]
+    assert ranges == [(head * 64, (head + 1) * 64) for head in own]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [("int4 symmetric", 16, "groups of 64"), ("fp4", 32, "groups of 16"), ("dense", 3, "evenly")],
+)
+def test_what_cannot_be_cut_is_refused(name, size, said):
+    with refused(f"^{name} .*{said}"):
+        column_share(WEIGHTS[name], name, 0, size)
