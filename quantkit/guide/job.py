@@ -255,7 +255,7 @@ class GuidedJob:
                 "tokens": tokens,
                 "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
             }
-        documents, text = self._documents(source, recipe)
+        documents, text = measured_documents(source, recipe)
         quality = measure(
             str(self.target),
             documents,
@@ -270,35 +270,6 @@ class GuidedJob:
                 else None
             )
         return found | {"on": f"{quality.tokens:,} tokens of {text}"}
-
-    def _documents(self, source: Path, recipe: Recipe) -> tuple[list[Any], str]:
-        """Documents of the calibration text that the run did not use; if none are left, those that
-        it held out."""
-        taken = recipe.samples + recipe.held_out
-        options: dict[str, Any] = {
-            "samples": recipe.samples,
-            "seq_len": recipe.seq_len,
-            "seed": recipe.seed,
-        }
-        recipe = with_own_text(recipe)
-        more = load_sequences(
-            recipe.calibration,
-            ChatTokenizer(source),
-            held_out=recipe.held_out + DOCUMENTS,
-            **options,
-        )
-        every = [*more.calibration, *more.held_out]
-        name = (
-            more.summary.source
-            if more.summary is not None and recipe.calibration is None
-            else Path(str(recipe.calibration)).name
-        )
-        if len(every) >= taken + 2:
-            return every[taken:], f"{name} that calibration did not take"
-        own = load_sequences(
-            recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options
-        )
-        return own.held_out or own.calibration, f"{name}, held out while quantizing"
 
     def _score(self, source: Path) -> dict[str, Any]:
         baseline = str(source) if _run_bytes(source) <= free_bytes(find_device("auto")) else None
@@ -353,6 +324,36 @@ class GuidedJob:
         for name, text in scripts.items():
             write_atomic(self.target.parent / name, text)
         return list(scripts)
+
+
+def measured_documents(source: Path, recipe: Recipe) -> tuple[list[Any], str]:
+    """Documents of the calibration text that the run did not use; if none are left, those that
+    it held out."""
+    taken = recipe.samples + recipe.held_out
+    options: dict[str, Any] = {
+        "samples": recipe.samples,
+        "seq_len": recipe.seq_len,
+        "seed": recipe.seed,
+    }
+    recipe = with_own_text(recipe)
+    more = load_sequences(
+        recipe.calibration,
+        ChatTokenizer(source),
+        held_out=recipe.held_out + DOCUMENTS,
+        **options,
+    )
+    every = [*more.calibration, *more.held_out]
+    name = (
+        more.summary.source
+        if more.summary is not None and recipe.calibration is None
+        else Path(str(recipe.calibration)).name
+    )
+    if len(every) >= taken + 2:
+        return every[taken:], f"{name} that calibration did not take"
+    own = load_sequences(
+        recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options
+    )
+    return own.held_out or own.calibration, f"{name}, held out while quantizing"
 
 
 def _run_bytes(source: Path) -> int:

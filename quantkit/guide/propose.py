@@ -14,10 +14,16 @@ from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
-from quantkit.guide.job import DOCUMENTS, GoRequest, run_bytes, writes_text
+from quantkit.guide.job import (
+    DOCUMENTS,
+    GoRequest,
+    measured_documents,
+    run_bytes,
+    writes_text,
+)
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
-from quantkit.quantization.cost import RunWork, comparison_work, measure_rate
+from quantkit.quantization.cost import RunWork, comparison_work, measure_rate, writing_work
 from quantkit.quantization.job import open_job
 from quantkit.quantization.model_text import with_own_text
 from quantkit.quantization.request import read_request, read_scheme
@@ -52,17 +58,29 @@ def propose(request: GoRequest) -> Proposal:
 
 
 def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandidate) -> RunWork:
-    """Of the step that follows quantizing, none where the source does not fit in memory; and of
-    writing the calibration text, of which a token takes about as long as comparing one."""
+    """Of writing the calibration text, and of the step that follows quantizing, none where the
+    source does not fit in memory."""
     assert chosen.plan is not None
     scheme, recipe, mixture = read_scheme(chosen.scheme, request.options)
     job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
     needed = run_bytes(chosen.plan.parameters)
-    fits = needed <= free_bytes(find_device("auto"))
-    documents = fits * DOCUMENTS
+    work = RunWork(0.0, 0, 0)
+    if needed <= free_bytes(find_device("auto")):
+        lengths = _measured_lengths(request, chosen.scheme)
+        work += comparison_work(job, sum(lengths), sum(lengths) // len(lengths))
     if job.request.methods and writes_text(request, recipe, checkpoint.config, needed):
-        documents += (recipe.samples + recipe.held_out) // 2
-    return comparison_work(job, documents * recipe.seq_len, recipe.seq_len)
+        written = (recipe.samples + recipe.held_out) // 2
+        work += writing_work(job, written * recipe.seq_len, recipe.seq_len)
+    return work
+
+
+def _measured_lengths(request: GoRequest, scheme: str) -> list[int]:
+    """Tokens of each document to measure on; at their most if the tokenizer is not on this
+    machine."""
+    source = find_local(request.model)
+    if source is None:
+        return [read_scheme(scheme, request.options)[1].seq_len] * DOCUMENTS
+    return list(map(len, measured_documents(source, request.recipe(scheme, source))[0]))
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:

@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from quantkit.common.devices import find_device
 from quantkit.common.settings import find_yaml
 from quantkit.common.sizes import format_duration
 from quantkit.models.table import Parameter
-from quantkit.quant.tensor_cores import sample_products
+from quantkit.quant.tensor_cores import sample_linear
 from quantkit.quantization.job import Job
 
 _SIZE = 1024
@@ -90,10 +90,8 @@ def _computing(device: str) -> tuple[float, float, float]:
 def _speeds(device: str, clock: Callable[[], float]) -> tuple[float, float, float]:
     a = torch.randn(_SIZE, _SIZE, device=device)
     scale = a.abs().amax(1, keepdim=True) / 7
-    with sample_products():
-        products = _per_second(lambda: a @ a, clock)
     return (
-        2.0 * _SIZE**3 * products,
+        2.0 * _SIZE**3 * _per_second(lambda: sample_linear(a, a), clock),
         2.0 * _SIZE**3 * _per_second(lambda: a @ a, clock),
         a.numel() * _per_second(lambda: (a / scale).round_().clamp_(-8, 7).mul_(scale), clock),
     )
@@ -161,6 +159,9 @@ class RunWork:
     exact: float = 0.0
     fixed: float = 0.0
 
+    def __add__(self, other: "RunWork") -> "RunWork":
+        return RunWork(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
 
 def job_work(
     job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None
@@ -213,7 +214,16 @@ def job_work(
 def comparison_work(job: Job, tokens: int, length: int) -> RunWork:
     """Of running source and output over so many tokens, in documents of `length`, and comparing
     what they predict."""
-    seen, products, exact, values = 2.0 * tokens, 0.0, 0.0, 0.0
+    return _engine_work(job, 2.0 * tokens, length)
+
+
+def writing_work(job: Job, tokens: int, length: int) -> RunWork:
+    """Of so many tokens that the source writes, in documents of `length`."""
+    return _engine_work(job, float(tokens), length)
+
+
+def _engine_work(job: Job, seen: float, length: int) -> RunWork:
+    products = exact = values = 0.0
     for row in job.rows:
         if row.role != "linear" or row.mtp:
             continue

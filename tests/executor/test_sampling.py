@@ -48,14 +48,18 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it_and_min_p_a_share_of_the_l
     torch.testing.assert_close(found[1, [3, 1]], exact[:2] / exact[:2].sum())
 
 
-def test_a_row_draws_the_same_in_any_batch():
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.02}])
+def test_a_row_draws_the_same_in_any_batch(limits):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 100, generator=generator)
-    params, seeds = [SamplingParams(temperature=1.0, top_p=0.9)] * 8, list(range(-3, 5))
+    free = SamplingParams(temperature=1.0)
+    params, seeds = [replace(free, **limits), free] * 4, list(range(-3, 5))
     positions = torch.arange(40, 48)
     together = sample(logits, batch_of(params, seeds), positions)
     alone = [
-        sample(logits[i : i + 1], batch_of(params[:1], seeds[i : i + 1]), positions[i : i + 1])
+        sample(
+            logits[i : i + 1], batch_of(params[i : i + 1], seeds[i : i + 1]), positions[i : i + 1]
+        )
         for i in range(8)
     ]
     assert together.tolist() == torch.cat(alone).tolist()

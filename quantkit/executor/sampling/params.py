@@ -237,8 +237,23 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     """Probabilities float32 [B, V] to draw from, zero outside min_p, top_k and top_p. Rows of
     temperature 0 have those of temperature 1; their draw is not used."""
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
-    values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
-    ranks = torch.arange(logits.shape[1], device=logits.device)
+    scaled = logits / temperature[:, None]
+    if logits.device.type != "cpu":  # a captured step has no branches, and sorts in no time
+        return _limited(scaled, batch)
+    limited = (batch.top_k < logits.shape[1]) | (batch.top_p < 1) | (batch.min_p > 0)
+    if limited.all():
+        return _limited(scaled, batch)
+    probabilities = scaled.softmax(dim=-1)
+    if limited.any():
+        asked = Batch(*(values[limited] for values in batch))
+        probabilities[limited] = _limited(scaled[limited], asked)
+    return probabilities
+
+
+def _limited(scaled: Tensor, batch: Batch) -> Tensor:
+    """`distribution` of logits over their temperatures."""
+    values, ids = scaled.sort(dim=-1, descending=True)
+    ranks = torch.arange(scaled.shape[1], device=scaled.device)
     left_out = (ranks >= batch.top_k[:, None]) | (
         values < values[:, :1] + batch.min_p.log()[:, None]
     )
