@@ -1,14 +1,10 @@
 """What is said of an engine's loads is what the judge of loaders found."""
 
 import re
-from dataclasses import dataclass
-
-import pytest
 
 from quantkit.engines import layouts as module
 from quantkit.engines.layouts import (
     LayoutRun,
-    LoaderResult,
     cache_evidence,
     evidence,
     find_topology,
@@ -16,22 +12,7 @@ from quantkit.engines.layouts import (
     layout_runs,
     loader_results,
 )
-from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
-
-
-@dataclass(frozen=True)
-class Rule:
-    profile: EngineProfile
-    load: LoadRule
-
-
-@pytest.fixture
-def int8():
-    profile = find_engine("vllm-ascend")
-    return Rule(
-        profile,
-        next(load for load in profile.loads if load.format == "modelslim" and "int8" in load.grids),
-    )
+from quantkit.engines.profiles import find_engine
 
 
 def test_every_result_is_of_a_rule():
@@ -44,51 +25,32 @@ def test_every_result_is_of_a_rule():
         assert any(one.grid in load.grids and one.device in load.devices for load in rules), one
 
 
-def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(int8, monkeypatch):
-    found = next(
-        one
-        for one in loader_results()
-        if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8")
-    )
-
-    def said(**changes):
+def test_evidence_is_loaded_if_all_loads_are_right_and_every_fault_is_found(monkeypatch):
+    profile = find_engine("vllm-ascend")
+    rules = [one for one in profile.loads if one.format == "modelslim" and "int8" in one.grids]
+    about = {"engine": profile.engine, "format": "modelslim", "variant": rules[0].variant}
+    found = next(one for one in loader_results() if about.items() <= vars(one).items())
+    for changes, said in (
+        ({}, "loaded by vllm-ascend 0.23.0 on a CPU, ranks 0 and 3 of 4"),
+        ({"right": 3}, "by source"),
+        ({"found": 2}, "by source"),
+        ({"faults": 0, "found": 0}, "by source"),
+        ({"loads": 0, "right": 0}, "by source"),
+    ):
+        counts = {"grid": "int8", "loads": 4, "right": 4, "faults": 3, "found": 3} | changes
         monkeypatch.setattr(
-            module,
-            "loader_results",
-            lambda: (
-                LoaderResult(
-                    **{
-                        **found.model_dump(),
-                        "loads": 4,
-                        "right": 4,
-                        "faults": 3,
-                        "found": 3,
-                        **changes,
-                    }
-                ),
-            ),
+            module, "loader_results", lambda c=counts: (found.model_copy(update=c),)
         )
-        return evidence(int8.profile, int8.load)
-
-    assert said() == "loaded by vllm-ascend 0.23.0 on a CPU, ranks 0 and 3 of 4"
-    assert said(right=3) == "by source"
-    assert said(found=2) == "by source"
-    assert said(faults=0, found=0) == "by source"
-    assert said(loads=0, right=0) == "by source"
+        assert evidence(profile, rules[0]) == said
 
 
 def test_evidence_of_cache_scales(monkeypatch):
-    ascend = find_engine("vllm-ascend")
-    read = cache_evidence(ascend, "int8")
-    assert re.fullmatch(
-        r"loaded by vllm-ascend 0.23.0 on a CPU, [\d-]{10} \(deepseek_v3, qwen3\)", read
-    )
+    ascend, results = find_engine("vllm-ascend"), loader_results()
+    read = r"loaded by vllm-ascend 0.23.0 on a CPU, [\d-]{10} \(deepseek_v3, qwen3\)"
+    assert re.fullmatch(read, cache_evidence(ascend, "int8"))
     assert cache_evidence(find_engine("sglang"), "int8") == "by source"
-    monkeypatch.setattr(
-        module,
-        "loader_results",
-        lambda: tuple(one.model_copy(update={"found": 0}) for one in loader_results()),
-    )
+    unfound = tuple(one.model_copy(update={"found": 0}) for one in results)
+    monkeypatch.setattr(module, "loader_results", lambda: unfound)
     assert cache_evidence(ascend, "int8") == "by source"
 
 
@@ -105,32 +67,13 @@ def test_every_run_is_of_a_layout():
 
 
 def test_a_layout_counts_as_run_if_its_tokens_were_right(monkeypatch):
-    right = LayoutRun(
-        engine="vllm",
-        release="1",
-        machine="CPU",
-        layout="one-box",
-        ranks=2,
-        model="m",
-        format="awq",
-        compared=9,
-        equal=9,
-        passed=True,
-    )
-    wrong = right.model_copy(update={"format": "ct-w8a8", "passed": False})
-    guessed = right.model_copy(update={"guesses": 1, "machine": "H200"})
-    monkeypatch.setattr(
-        module,
-        "layout_runs",
-        lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})),
-    )
+    about = {"engine": "vllm", "release": "1", "machine": "CPU", "layout": "one-box", "ranks": 2}
+    about |= {"model": "m", "format": "awq", "compared": 9, "equal": 9, "passed": True}
+    right = LayoutRun(**about)
+    changes = {"format": "ct-w8a8", "passed": False}, {"guesses": 1, "machine": "H200"}
+    runs = right, *(right.model_copy(update=one) for one in (*changes, {"format": "source"}))
+    monkeypatch.setattr(module, "layout_runs", lambda: runs)
     assert layout_evidence("vllm", "cuda", "one-box") == "run on CPU, vllm 1"
     assert layout_evidence("vllm", "cuda", "one-box", guesses=2) == "run on H200, vllm 1"
-    assert (
-        layout_evidence("vllm", "cuda", "two-boxes")
-        == layout_evidence("sglang", "cuda", "one-box")
-        == "by source, not run"
-    )
-    assert layout_evidence("vllm", "npu", "one-box") == "by source, not run", (
-        "the commands of another kind of device are others"
-    )
+    for other in ("vllm cuda two-boxes", "sglang cuda one-box", "vllm npu one-box"):
+        assert layout_evidence(*other.split()) == "by source, not run"

@@ -20,20 +20,11 @@ from refused import refused
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.deploy.formats import find_format
 from quantkit.deploy.launch import Network, deploy
-from quantkit.engines.layouts import find_recipe, find_topology
+from quantkit.engines.layouts import find_topology, recipes
 from quantkit.grids.int_groups import IntGrid
 
-RECIPES = [
-    ("vllm", "cuda"),
-    ("sglang", "cuda"),
-    ("sglang", "npu"),
-    ("vllm-ascend", "npu"),
-    ("omni-infer", "npu"),
-]
 LAUNCHES = [
-    (engine, device, layout.name)
-    for engine, device in RECIPES
-    for layout in find_recipe(engine, device).layouts
+    (recipe.engine, recipe.device, layout.name) for recipe in recipes() for layout in recipe.layouts
 ]
 ODD = 'it\'s $HOME "a" `b`; \\n -x'
 KEY = "a 'key' of $HOME"
@@ -113,13 +104,18 @@ def check_calls(launch, called, filled=str):
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 def test_the_engine_gets_every_word_as_it_was_meant(odd, programs, engine, device, layout):
-    launch = deploy(odd, engine, layout=layout, device=device).launches[-1]
+    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; an address by itself has no
+    brackets."""
+    boxes = find_topology(engine, name=layout, device=device).boxes
+    hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
+    made = deploy(odd, engine, layout=layout, device=device, network=Network(hosts))
+    for launch in made.launches:
+        for environment, words in launch.commands:
+            for told in {*words, *environment.values()} - {str(odd)}:
+                bare = re.sub(r"\[fd00::\w+\]:?", "", told)
+                assert not [host for host in hosts if f"{host}:" in bare], told
+    launch = made.launches[-1]
     check_calls(launch, called_by(launch.script(), programs, len(launch.commands)))
-
-
-def address(word):
-    """Words in which the addresses of boxes are filled in."""
-    return re.sub(r"QUANTKIT_BOX_(\d+)", r"10.0.0.\1", word)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +123,6 @@ def address(word):
     [
         ("vllm", "prefill-decode"),
         ("vllm", "four-boxes"),
-        ("sglang", "two-boxes"),
         ("vllm-ascend", "disaggregated-a2"),
     ],
 )
@@ -135,48 +130,55 @@ def address(word):
 def test_other_formats_run_the_same_commands(odd, programs, format, engine, layout):
     asked = find_format(format, hosts=False)
     made = deploy(odd, engine, layout=layout, network=Network(scheduled=asked.scheduled))
-    (text,), launch, boxes = asked.write(made), made.launches[-1], {}
-    if format == "slurm":
-        shutil.copy(programs / "python", programs / "srun")
-        helpers = (
-            "scontrol() { [ $2 = hostnames ] && seq -f node%g 0 99 ||"
-            ' echo "NodeName=$3 NodeAddr=10.0.0.${3#node} a=b"; }\n'
-            'getent() { echo "$2 STREAM"; echo "$2 DGRAM"; }\n'
-        )
-        steps = called_by(helpers + text, programs, len(made.launches))
-        for called in (programs.parent / "called").iterdir():
-            called.unlink()
-        words, boxes = next(
-            (words, seen) for words, seen in steps if words[-1] == f"launch_{len(steps) - 1}"
-        )
-        number = re.fullmatch(r"QUANTKIT_BOX_(\d+)", launch.box)
-        assert f"--nodelist=node{number[1]}" in words
-        script = boxes.pop(f"BASH_FUNC_{words[-1]}%%").removeprefix("()") + f"\n{words[-1]}"
-        script = f"{words[-1]}() {script}"
-        boxes = {name: value for name, value in boxes.items() if name.startswith("QUANTKIT_BOX")}
-    elif format == "compose":
-        (service,) = list(yaml.safe_load(text)["services"].values())[-1:]
-        script = service["command"][0].replace("$$", "$")
-        assert service["volumes"][0]["target"] == str(odd)
-    else:
-        pods = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
-        assert len(pods) == len({one.box for one in made.launches})
-        containers = {
-            (pod["metadata"]["name"], one["name"]): one
-            for pod in pods
-            for one in pod["spec"]["template"]["spec"]["containers"]
-        }
-        assert len(containers) == len(made.launches)
-        name = pods[int(launch.box.removeprefix("QUANTKIT_BOX_"))]["metadata"]["name"]
-        script = containers[name, launch.role]["command"][2]
-        given = {one["name"]: one.get("value") for one in containers[name, launch.role]["env"]}
-        assert [box for box, value in given.items() if value is None][-1] == launch.box
-        boxes = {box: f"10.0.0.{box.rpartition('_')[2]}" for box in given if "BOX" in box}
-    installs = [["python3", "-m", "pip", "--quiet", "install", launch.package]]
+    (text,), launch = asked.write(made), made.launches[-1]
+    read = {"compose": read_compose, "k8s": read_k8s, "slurm": read_slurm}[format]
+    script, boxes = read(text, made, launch, programs)
     called = called_by(script, programs, len(launch.commands), **boxes)
+    installs = [["python3", "-m", "pip", "--quiet", "install", launch.package]]
     expected = installs if launch.package and format != "slurm" else []
     assert [one for one, _ in called if "pip" in one] == expected
-    check_calls(launch, [one for one in called if "pip" not in one[0]], address)
+
+    def filled(word):
+        return re.sub(r"QUANTKIT_BOX_(\d+)", r"10.0.0.\1", word)
+
+    check_calls(launch, [one for one in called if "pip" not in one[0]], filled)
+
+
+def read_compose(text, made, launch, programs):
+    """What runs of a launch: its script, and variables that the format fills in."""
+    service = list(yaml.safe_load(text)["services"].values())[-1]
+    assert service["volumes"][0]["target"] == made.model
+    return service["command"][0].replace("$$", "$"), {}
+
+
+def read_k8s(text, made, launch, programs):
+    pods = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
+    assert len(pods) == len({one.box for one in made.launches})
+    containers = [[*pod["spec"]["template"]["spec"]["containers"]] for pod in pods]
+    assert sum(map(len, containers)) == len(made.launches)
+    own = containers[int(launch.box.removeprefix("QUANTKIT_BOX_"))]
+    (container,) = [one for one in own if one["name"] == launch.role]
+    given = {one["name"]: one.get("value") for one in container["env"]}
+    assert [box for box, value in given.items() if value is None][-1] == launch.box
+    boxes = {box: f"10.0.0.{box.rpartition('_')[2]}" for box in given if "BOX" in box}
+    return container["command"][2], boxes
+
+
+def read_slurm(text, made, launch, programs):
+    shutil.copy(programs / "python", programs / "srun")
+    helpers = (
+        "scontrol() { [ $2 = hostnames ] && seq -f node%g 0 99 ||"
+        ' echo "NodeName=$3 NodeAddr=10.0.0.${3#node} a=b"; }\n'
+        'getent() { echo "$2 STREAM"; echo "$2 DGRAM"; }\n'
+    )
+    steps = called_by(helpers + text, programs, len(made.launches))
+    for called in (programs.parent / "called").iterdir():
+        called.unlink()
+    name = f"launch_{len(steps) - 1}"
+    ((words, seen),) = [step for step in steps if step[0][-1] == name]
+    assert f"--nodelist=node{launch.box.removeprefix('QUANTKIT_BOX_')}" in words
+    script = f"{name}() {seen[f'BASH_FUNC_{name}%%'].removeprefix('()')}\n{name}"
+    return script, {one: seen[one] for one in seen if one.startswith("QUANTKIT_BOX")}
 
 
 def test_what_a_format_does_not_start(odd):
@@ -190,33 +192,14 @@ def test_what_a_format_does_not_start(odd):
         assert (refused.code, refused.out, told in refused.error) == (2, "", True), refused.error
 
 
-@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_ipv6_addresses_have_brackets_before_a_port(odd, engine, device, layout):
-    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; an address by itself has no
-    brackets."""
-    boxes = find_topology(engine, name=layout, device=device).boxes
-    hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
-    made = deploy(odd, engine, layout=layout, device=device, network=Network(hosts))
-    for launch in made.launches:
-        for environment, words in launch.commands:
-            for told in (*words, *environment.values()):
-                if told != str(odd) and "fd00::" in told:
-                    bare = re.sub(r"\[fd00::\w+\]:?", "", told)
-                    assert not [host for host in hosts if f"{host}:" in bare], told
-
-
 def test_what_is_no_address_of_a_box(odd):
-    for host in ("-x", "", ".", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
+    for host in ("-x", "", "http://10.0.0.1:80", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
         with refused("is not an address of a box"):
             deploy(odd, "vllm", network=Network([host]))
-    with refused(
-        r"0\.0\.0\.0 is not an address that other boxes can reach; give the address that the "
-        r"box has",
-    ):
-        deploy(odd, "vllm", boxes=2, network=Network(["0.0.0.0", "10.0.0.2"]))
-    assert (
-        "--host 0.0.0.0 " in deploy(odd, "vllm", network=Network(["0.0.0.0"])).launches[0].script()
-    )
+    with refused(r"0\.0\.0\.0 is not an address that other boxes can reach"):
+        deploy(odd, "vllm", boxes=2, network=Network(["0.0.0.0", "node-2.local"]))
+    alone = deploy(odd, "vllm", network=Network(["0.0.0.0"])).launches[0]
+    assert "--host 0.0.0.0 " in alone.script()
 
 
 def test_a_model_is_called_by_its_own_name(odd, tmp_path, monkeypatch):
@@ -224,15 +207,7 @@ def test_a_model_is_called_by_its_own_name(odd, tmp_path, monkeypatch):
     shutil.copytree(odd, tmp_path / "v3")
     os.symlink("v3", tmp_path / "current")
     monkeypatch.chdir(tmp_path / "v3")
-
-    def named(model):
+    for model, name in ((".", "v3"), ("../v3/", "v3"), ("../current", "current")):
         (launch,) = typed(f"deploy {model} --engine vllm --json").json["launches"]
         words = launch["commands"][0][1]
-        return words[words.index("--served-model-name") + 1]
-
-    assert [named(model) for model in (".", "./", "../v3/", "../current")] == [
-        "v3",
-        "v3",
-        "v3",
-        "current",
-    ]
+        assert words[words.index("--served-model-name") + 1] == name
