@@ -108,34 +108,7 @@ TEXTS += [f"Sure, here it is:\n{text}" for text in TEXTS[3:48]] + [
     f"{text}\nI hope this helps!" for text in TEXTS[3:48]
 ]
 TEXTS += [f"*{text}*" for text in TEXTS[3:30]]
-RELATIONS = ("less than", "at least")
-LANGUAGES = [
-    "en",
-    "de",
-    "fr",
-    "es",
-    "pt",
-    "it",
-    "ru",
-    "bg",
-    "hi",
-    "mr",
-    "ne",
-    "ar",
-    "fa",
-    "ur",
-    "th",
-    "ko",
-    "ta",
-    "te",
-    "kn",
-    "pa",
-    "gu",
-    "vi",
-    "fi",
-    "sw",
-    "pl",
-]
+LANGUAGES = "en de fr es pt it ru bg hi mr ne ar fa ur th ko ta te kn pa gu vi fi sw pl"
 MODELLED = {
     "number_sentences",
     "response_language",
@@ -145,149 +118,97 @@ MODELLED = {
 }
 
 
+FEW, RELATIONS = (1, 2, 3), ("less than", "at least")
+ENDS = ("Any other questions?", "Is there anything else I can help with?")
+ASKED = {
+    "keywords:existence": {
+        "keywords": (["rain"], ["Rain", "roof"], ["correlated", "experiencing"], ["a"])
+    },
+    "keywords:forbidden_words": {
+        "forbidden_words": (["rain"], ["one", "first"], ["frien"], ["is"])
+    },
+    "keywords:frequency": {"keyword": [" correlated"], "frequency": FEW, "relation": RELATIONS},
+    "keywords:letter_frequency": {
+        "letter": ["A"],
+        "let_frequency": (4, 8, 12),
+        "let_relation": RELATIONS,
+    },
+    "length_constraints:number_sentences": {"num_sentences": (2, 4, 6), "relation": RELATIONS},
+    "length_constraints:number_words": {"num_words": (5, 10, 15), "relation": RELATIONS},
+    "change_case:capital_word_frequency": {
+        "capital_frequency": (2, 4, 6),
+        "capital_relation": RELATIONS,
+    },
+    "length_constraints:number_paragraphs": {"num_paragraphs": FEW},
+    "length_constraints:nth_paragraph_first_word": {
+        "num_paragraphs": [3],
+        "nth_paragraph": FEW,
+        "first_word": ("weather", "Beta", "hello"),
+    },
+    "detectable_content:number_placeholders": {"num_placeholders": FEW},
+    "detectable_content:postscript": {"postscript_marker": ("P.S.", "P.P.S", "PS:")},
+    "detectable_format:number_bullet_lists": {"num_bullets": FEW},
+    "detectable_format:number_highlighted_sections": {"num_highlights": FEW},
+    "detectable_format:multiple_sections": {
+        "section_spliter": ("SECTION", "Section "),
+        "num_sections": FEW,
+    },
+    "detectable_format:constrained_response": {},
+    "detectable_format:json_format": {},
+    "detectable_format:title": {},
+    "language:response_language": {"language": LANGUAGES.split()},
+    "startend:end_checker": {"end_phrase": ENDS},
+    "startend:quotation": {},
+    "combination:repeat_prompt": {"prompt_to_repeat": ["Write a poem about rain."]},
+    "combination:two_responses": {},
+    "change_case:english_capital": {},
+    "change_case:english_lowercase": {},
+    "punctuation:no_comma": {},
+}
+"""Instructions, and the values of each of their parameters."""
+
+
 def instructions():
-    found = []
-    found += [
-        ("keywords:existence", {"keywords": words})
-        for words in (["rain"], ["Rain", "roof"], ["correlated", "experiencing"], ["a"])
+    return [
+        (name, dict(zip(parameters, values)))
+        for name, parameters in ASKED.items()
+        for values in itertools.product(*parameters.values())
     ]
-    found += [
-        ("keywords:forbidden_words", {"forbidden_words": words})
-        for words in (["rain"], ["one", "first"], ["frien"], ["is"])
-    ]
-    for relation, count in itertools.product(RELATIONS, (1, 2, 3)):
-        found.append(
-            (
-                "keywords:frequency",
-                {"keyword": " correlated", "frequency": count, "relation": relation},
-            )
-        )
-        found.append(
-            (
-                "keywords:letter_frequency",
-                {"letter": "A", "let_frequency": 4 * count, "let_relation": relation},
-            )
-        )
-        found.append(
-            (
-                "length_constraints:number_sentences",
-                {"num_sentences": 2 * count, "relation": relation},
-            )
-        )
-        found.append(
-            ("length_constraints:number_words", {"num_words": 5 * count, "relation": relation})
-        )
-        found.append(
-            (
-                "change_case:capital_word_frequency",
-                {"capital_frequency": 2 * count, "capital_relation": relation},
-            )
-        )
-    for count in (1, 2, 3):
-        found.append(("length_constraints:number_paragraphs", {"num_paragraphs": count}))
-        found.append(("detectable_content:number_placeholders", {"num_placeholders": count}))
-        found.append(("detectable_format:number_bullet_lists", {"num_bullets": count}))
-        found.append(("detectable_format:number_highlighted_sections", {"num_highlights": count}))
-        found += [
-            (
-                "detectable_format:multiple_sections",
-                {"section_spliter": name, "num_sections": count},
-            )
-            for name in ("SECTION", "Section ")
-        ]
-        about = {"num_paragraphs": 3, "nth_paragraph": count}
-        found += [
-            ("length_constraints:nth_paragraph_first_word", about | {"first_word": word})
-            for word in ("weather", "Beta", "hello")
-        ]
-    found += [
-        ("detectable_content:postscript", {"postscript_marker": marker})
-        for marker in ("P.S.", "P.P.S", "PS:")
-    ]
-    found += [("language:response_language", {"language": language}) for language in LANGUAGES]
-    found += [
-        ("startend:end_checker", {"end_phrase": phrase})
-        for phrase in ("Any other questions?", "Is there anything else I can help with?")
-    ]
-    found.append(("combination:repeat_prompt", {"prompt_to_repeat": "Write a poem about rain."}))
-    plain = (
-        "detectable_format:constrained_response",
-        "detectable_format:json_format",
-        "detectable_format:title",
-        "startend:quotation",
-    )
-    plain += (
-        "combination:two_responses",
-        "change_case:english_capital",
-        "change_case:english_lowercase",
-        "punctuation:no_comma",
-    )
-    return found + [(name, {}) for name in plain]
 
 
 def main():
     options = argparse.ArgumentParser()
-    options.add_argument("--nltk", default=None)
+    options.add_argument("--nltk")
     given = options.parse_args()
     if given.nltk:
         os.environ["NLTK_DATA"] = given.nltk
     import langdetect
-    from lm_eval.tasks.ifeval.utils import (
-        InputExample,
-        test_instruction_following_loose,
-        test_instruction_following_strict,
-    )
+    from lm_eval.tasks.ifeval import utils
 
     from quantkit.evaluation.grading.instructions import CHECKS, check_instructions
 
     langdetect.DetectorFactory.seed = 0
-    langdetect.detect = functools.cache(
-        langdetect.detect
-    )  # with a seed it says the same of a text each time, and takes most of the time
-    asked = instructions()
-    assert {name for name, _ in asked} == set(CHECKS)
-    verdicts, differ, modelled = Counter(), [], Counter()
-    for text, (name, parameters) in itertools.product(TEXTS, asked):
-        example = InputExample(0, [name], "", [parameters])
-        kind = name.split(":")[1]
-        for loose, judge in (
-            (False, test_instruction_following_strict),
-            (True, test_instruction_following_loose),
-        ):
+    # With a seed it says the same of a text each time, and takes most of the time.
+    langdetect.detect = functools.cache(langdetect.detect)
+    assert ASKED.keys() == set(CHECKS)
+    judges = utils.test_instruction_following_strict, utils.test_instruction_following_loose
+    verdicts, differ = Counter(), Counter()
+    for text, (name, parameters) in itertools.product(TEXTS, instructions()):
+        example, kind = utils.InputExample(0, [name], "", [parameters]), name.split(":")[1]
+        for loose, judge in enumerate(judges):
             theirs = judge(example, text).follow_instruction_list
-            ours = check_instructions(text, [name], [parameters], loose=loose)
+            ours = check_instructions(text, [name], [parameters], loose=bool(loose))
             verdicts[kind] += 1
-            if ours != theirs and kind in MODELLED:
-                modelled[kind] += 1
-            elif ours != theirs:
-                differ.append(
-                    {
-                        "instruction": name,
-                        "parameters": parameters,
-                        "loose": loose,
-                        "text": text,
-                        "ours": ours,
-                        "theirs": theirs,
-                    }
-                )
+            differ[kind] += ours != theirs
+            if ours != theirs and kind not in MODELLED:
+                print("DIFFERS", name, parameters, "loose" if loose else "strict", repr(text), ours)
     for kind, count in sorted(verdicts.items()):
-        print(
-            f"{kind:28s} "
-            f"{count - modelled[kind] - sum(row['instruction'].endswith(kind) for row in differ)} "
-            f"of {count}"
-        )
-    for row in differ[:20]:
-        print("DIFFERS", json.dumps(row, ensure_ascii=False))
-    print(
-        json.dumps(
-            {
-                "verdicts": sum(verdicts.values()),
-                "differ": len(differ),
-                "differ_by_models": sum(modelled.values()),
-            }
-        )
+        print(f"{kind:28s} {count - differ[kind]} of {count}")
+    told = {"verdicts": verdicts.total(), "differ": differ.total()}
+    print(json.dumps(told | {"differ_by_models": sum(differ[kind] for kind in MODELLED)}))
+    sys.exit(
+        any(differ[one] > (0.02 if one in MODELLED else 0) * verdicts[one] for one in verdicts)
     )
-    sys.exit(1 if differ or any(modelled[kind] > 0.02 * verdicts[kind] for kind in MODELLED) else 0)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,6 @@ WHOLE = {
     "plain": stream(*_PIECES, END),
     "separators inside text": stream(chunk(TEXT), END),
     "carriage returns": stream(*(piece.replace(b"\n", b"\r\n") for piece in (*_PIECES, END))),
-    "one byte at a time": stream(*_in_bytes(b"".join(_PIECES) + END)),
     "no empty lines": stream(
         *(piece.replace(b"\n\n", b"\n") for piece in (*_PIECES, STOP, USAGE, DONE))
     ),
@@ -134,17 +133,13 @@ WHOLE = {
     ),
     "comments and fields": stream(b": ping\n\nretry: 5\n\n", *_PIECES, b": ping\n\n", END),
     "a byte order mark": stream(b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END),
-    "error null": stream(
-        *(p.replace(b'{"choices"', b'{"error": null, "choices"') for p in (*_PIECES, STOP)), DONE
+    "odd values": stream(
+        event({"choices": None, "usage": None, "error": None}),
+        chunk(TEXT, logprobs=None, index="0", finish_reason="null"),
+        event({"error": False, "choices": [{"delta": None, "finish_reason": "STOP"}]}),
+        event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}),
+        b"data: [done]\n\n",
     ),
-    "fields that are null": stream(
-        event({"choices": None, "usage": None}),
-        chunk(TEXT, logprobs=None),
-        event({"choices": [{"delta": None, "finish_reason": "stop"}]}),
-        DONE,
-    ),
-    "empty choices between": stream(_PIECES[0], event({"choices": []}), _PIECES[1], END),
-    "the word null as finish reason": stream(chunk(TEXT, finish_reason="null"), END),
     "another choice besides": stream(*_PIECES, chunk("no", index=1), END),
     "content in parts": stream(
         event(
@@ -166,7 +161,6 @@ WHOLE = {
     "reasoning in other fields": stream(
         event({"choices": [{"delta": {"thinking": "hm"}}]}), chunk(TEXT), END
     ),
-    "the last event twice": stream(*_PIECES, STOP, STOP, USAGE, USAGE, DONE),
     "usage null": stream(*_PIECES, STOP, event({"choices": [], "usage": None}), DONE),
     "characters cut between chunks": chunked(*_in_bytes(b"".join(_PIECES) + END)),
     "chunks without an end": chunked(*_PIECES, END, is_ended=False),
@@ -174,22 +168,6 @@ WHOLE = {
     "gzip": typed(STREAM, gzip.compress(b"".join(_PIECES) + END), Content_Encoding="gzip"),
     "held open after the end": stream(*_PIECES, END, held_s=1.3),
     "a stream as text/plain": typed("text/plain", *_PIECES, END),
-    "a stream as JSON": typed("application/json", *_PIECES, END),
-    "usage in floats": stream(
-        *_PIECES,
-        STOP,
-        event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}),
-        DONE,
-    ),
-    "the choice's number as text": stream(chunk(TEXT, index="0"), END),
-    "the finish reason in capitals": stream(*_PIECES, chunk("", finish_reason="STOP"), DONE),
-    "error false": stream(
-        *(
-            piece.replace(b'{"choices"', b'{"error": false, "choices"')
-            for piece in (*_PIECES, STOP)
-        ),
-        DONE,
-    ),
     "more length promised than sent": typed(STREAM, *_PIECES, END, Content_Length="99999"),
     "counts that are not known": stream(
         *_PIECES,
@@ -197,7 +175,6 @@ WHOLE = {
         event({"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": -1}}),
         DONE,
     ),
-    "the end in small letters": stream(*_PIECES, STOP, USAGE, b"data: [done]\n\n"),
     "words that say it still works": stream(
         b"data: ping\n\n",
         _PIECES[0],
@@ -225,35 +202,28 @@ BROKEN = {
     "cut in a line": stream(_PIECES[0], _PIECES[1][:30]),
     "cut between lines": stream(*_PIECES),
     "no finish reason": stream(*_PIECES, USAGE, DONE),
-    "half a line, then more": stream(_PIECES[0][:30] + b"\n", _PIECES[1], END),
     "bytes before the first event": stream(b"\0\0", *_PIECES, END),
     "an event without its field": stream(_PIECES[0], _PIECES[1].removeprefix(b"data: "), END),
     "ends of lines that are CR": stream(
         *(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))
     ),
     "no body": lambda wire, body: wire.head(200, "application/json"),
-    "a word that says nothing known": stream(*_PIECES, b"data: overloaded\n\n", END),
     "JSON lines cut": typed(
         "application/x-ndjson",
         _PIECES[0].removeprefix(b"data: "),
         _PIECES[1].removeprefix(b"data: ")[:30],
     ),
-    "content a number": stream(event({"choices": [{"delta": {"content": 7}}]}), END),
     "data null": stream(b"data: null\n\n", *_PIECES, END),
-    "data a number": stream(*_PIECES, b"data: 7\n\n", END),
     "an error in the stream": stream(_PIECES[0], event({"error": {"message": "out of memory"}})),
     "HTML": typed("text/html", b"<html>Bad gateway</html>"),
     "nothing": stream(),
-    "empty choices only": stream(event({"choices": []}), DONE),
     "bad gzip": typed(STREAM, b"\x1f\x8b\x08 no gzip", Content_Encoding="gzip"),
-    "cut gzip": typed(STREAM, gzip.compress(_PIECES[0])[:-12], Content_Encoding="gzip"),
+    "a field of another type": stream(
+        event({"choices": [{"delta": {"content": 7}, "finish_reason": 1}]}), END
+    ),
     "choices an object": stream(event({"choices": {"0": 1}}), END),
-    "content a list": stream(event({"choices": [{"delta": {"content": [1]}}]}), END),
-    "usage a list": stream(*_PIECES, event({"usage": [1]}), END),
-    "finish reason a number": stream(chunk("4", finish_reason=1), END),
     "given up": stream(chunk("4", finish_reason="abort"), DONE),
     "text after the end": stream(*_PIECES, STOP, chunk("4"), END),
-    "not UTF-8 in JSON's place": stream(b"data: \xff\xfe\n\n", END),
     "nested without end": stream(b"data: " + b"[" * 100_000 + b"\n\n", END),
     "no HTTP": lambda wire, body: wire.write(b"SSH-2.0-OpenSSH_9.2\r\n"),
     "moved": lambda wire, body: wire.head(307, Location="http://127.0.0.1:1/v1/chat/completions"),

@@ -13,7 +13,7 @@ Apply = Callable[[Contents], object]
 @dataclass(frozen=True)
 class Fault:
     """finds: names of findings of which one must be there. depth: the shallowest that can. source:
-    whether only a comparison can. replays: the public thread that it is taken from."""
+    whether only a comparison can."""
 
     name: str
     finds: tuple[str, ...]
@@ -21,14 +21,25 @@ class Fault:
     apply: Apply
     suits: Suits
     source: bool
-    replays: str
 
 
 FAULTS = {}
+FP4 = ("modelopt", "compressed-tensors nvfp4")
+PACKED = ("awq", "gptq", "compressed-tensors pack")
+INT8 = ("compressed-tensors int", "modelslim")
 
 
-def add(depth, finds, name, apply, suits, source=False, replays=""):
-    FAULTS[name] = Fault(name, tuple(finds.split()), depth, apply, suits, source, replays)
+def of_depth(depth, suits):
+    """A function that adds a fault, and a decorator that adds one by its function's name. suits:
+    where none is given."""
+
+    def add(finds, name, apply, suits=suits, source=False):
+        FAULTS[name] = Fault(name, tuple(finds.split()), depth, apply, suits, source)
+
+    def named(finds, suits=suits, source=False):
+        return lambda apply: add(finds, apply.__name__, apply, suits, source)
+
+    return add, named
 
 
 def always(c):
@@ -52,7 +63,7 @@ def has_experts(c):
 
 
 def has_quantized_experts(c):
-    return is_quantized(c) and has_experts(c) and any(m.startswith(c.experts[0]) for m in c.linears)
+    return is_quantized(c) and any(".experts." in module for module in c.linears)
 
 
 def has_mtp(c):
@@ -74,8 +85,9 @@ def of_format(*names):
 
 
 def has_four_bits(c):
-    kinds = of_format("awq", "gptq", "compressed-tensors pack", *FP4)
-    return kinds(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
+    return (
+        of_format(*PACKED, *FP4)(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
+    )
 
 
 def has_codes_around_zero(c):
@@ -83,17 +95,16 @@ def has_codes_around_zero(c):
     return kinds(c) and c.linears[c.linear()].grid.symmetric
 
 
-FP4 = ("modelopt", "compressed-tensors nvfp4")
-PACKED = ("awq", "gptq", "compressed-tensors pack")
-INT8 = ("compressed-tensors int", "modelslim")
+def list_of(c):
+    return "ignore" if "ignore" in c.block else "modules_to_not_convert"
 
 
 def listed(c):
-    return c.block["ignore" if "ignore" in c.block else "modules_to_not_convert"] or []
+    return c.block[list_of(c)] or []
 
 
 def relist(c, entries):
-    c.block["ignore" if "ignore" in c.block else "modules_to_not_convert"] = entries
+    c.block[list_of(c)] = entries
     if c.format.name == "modelopt" and "hf_quant_config.json" in c.files:
         side = c.json("hf_quant_config.json")
         side["quantization"]["exclude_modules"] = entries
