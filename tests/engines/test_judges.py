@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import checkpoints
 import middle_models

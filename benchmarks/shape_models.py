@@ -11,8 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import torch
 from made_weights import QWEN3_8B, QWEN3_30B_A3B, QWEN3_NEXT_80B

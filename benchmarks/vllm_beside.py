@@ -1,7 +1,7 @@
 """`quantkit serve` compared with `vllm serve`: the same files, as many cards, and the same requests
 for both, one engine after the other.
 
-    python tests/judges/vllm_beside.py --vllm PYTHON --directory DIR --cases qwen3-8b:awq:1,qwen3-8b:bf16:1 [--seconds 200]
+    python benchmarks/vllm_beside.py --vllm PYTHON --directory DIR --cases qwen3-8b:awq:1,qwen3-8b:bf16:1 [--seconds 200]
 
 A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and
 --tp). The servers of an engine, one for each case, are up before any is measured, and only one has
@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/judges"))
 
 import httpx
 from shape_models import FORMATS, SHAPES, write_shape
