@@ -113,6 +113,9 @@ def test_added_tokens_have_the_ids_that_are_written(trained):
         configured(trained / "llama", added_tokens_decoder={"7": {"content": "<think>"}})
 
 
+SPECIAL = {"[BOS]": 2256, "[EOS]": 2257, "<|im_end|>": 2258, "<|im_user|>": 2261}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """A tiktoken.model of bytes and 2,000 merges, with special tokens as Kimi has them."""
@@ -133,10 +136,7 @@ def ranks(tmp_path_factory):
         for token, rank in tokens
     ]
     (path / "tiktoken.model").write_bytes(b"".join(lines))
-    special = {"2256": "[BOS]", "2257": "[EOS]", "2258": "<|im_end|>", "2261": "<|im_user|>"}
-    listed = {
-        token_id: {"content": content, "special": True} for token_id, content in special.items()
-    }
+    listed = {str(one): {"content": name, "special": True} for name, one in SPECIAL.items()}
     configured(
         path,
         tokenizer_class="TikTokenTokenizer",
@@ -149,11 +149,10 @@ def ranks(tmp_path_factory):
 
 def library(path, pattern):
     lines = (path / "tiktoken.model").read_bytes().splitlines()
-    special = {"[BOS]": 2256, "[EOS]": 2257, "<|im_end|>": 2258, "<|im_user|>": 2261}
     merged = {
         base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)
     }
-    return peer.Encoding("peer", pat_str=pattern, mergeable_ranks=merged, special_tokens=special)
+    return peer.Encoding("peer", pat_str=pattern, mergeable_ranks=merged, special_tokens=SPECIAL)
 
 
 def test_bytes_of_tokens_are_those_of_the_libraries(ranks, trained):

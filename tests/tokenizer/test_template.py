@@ -22,7 +22,7 @@ _NO_TEXT = (
     "raise_exception",
     "macro f",
     "range(10**9)",
-    "range(99999) %}{% for",
+    "xxxxxxxx{% endfor",
     "10**10",
     "ns.s + ns.s",
     "__mro__",
@@ -41,12 +41,13 @@ def test_a_template_that_has_no_end_is_refused(source):
 
 def test_rendering_goes_on_after_one_that_had_to_be_ended():
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    endless = "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}"
-    template = ChatTemplate(endless, "here")
-    assert template.render(VARIABLES) == "hi"
-    with refused("takes too long"):
-        template.render({**VARIABLES, "messages": VARIABLES["messages"] * 2})
-    assert template.render(VARIABLES) == "hi"
+    template = ChatTemplate("{% if tools %}" + loop + "{% endif %}hi", "here")
+    for tools in (None, True, None):
+        if tools:
+            with refused("takes too long"):
+                template.render(VARIABLES | {"tools": tools})
+        else:
+            assert template.render(VARIABLES) == "hi"
 
 
 def test_time_is_counted_for_each_rendering():
@@ -56,26 +57,16 @@ def test_time_is_counted_for_each_rendering():
         "here",
     )
     start = time.process_time()
-    assert all(template.render(VARIABLES) == "x" for _ in range(30))
+    assert all(template.render(VARIABLES) == "x" for _ in range(20))
     assert time.process_time() - start < 5  # none of it in this process
 
 
-def test_threads_get_their_own_texts():
+def test_texts_are_their_threads_own_and_may_be_long():
     template = ChatTemplate("{{ messages[0].content }}", "here")
-    texts = [f"text {number} " * (number * 50) for number in range(60)]
+    texts = [f"text {number} " * (number * 50) for number in range(60)] + ["a line\n" * 400_000]
     with ThreadPoolExecutor(8) as pool:
-        rendered = pool.map(
-            lambda text: template.render({"messages": [{"role": "user", "content": text}]}), texts
-        )
+        rendered = pool.map(lambda text: template.render({"messages": [{"content": text}]}), texts)
         assert list(rendered) == texts
-
-
-def test_long_conversations_pass():
-    text = "a line of text\n" * 400_000
-    assert (
-        ChatTemplate("{{ messages[0].content }}", "here").render({"messages": [{"content": text}]})
-        == text
-    )
 
 
 def test_what_is_no_json_is_refused():
@@ -91,4 +82,3 @@ def test_a_fork_has_a_process_of_its_own():
         os._exit(0 if template.render({"messages": [{"content": "child"}]}) == "child" else 1)
     assert template.render(VARIABLES) == "hi"
     assert os.waitpid(child, 0)[1] == 0
-    assert template.render(VARIABLES) == "hi"

@@ -55,7 +55,7 @@ torch.cuda.current_stream = lambda *_: torch.cuda.Stream()
 def linear(name, module, config, bits=4):
     held = dict(module.named_parameters(recurse=False))
     bias = held.pop("bias", None)
-    parts = linear_parts(held, bits)
+    parts = held_parts(held, bits)
     names, rows = linear_names(name), next(iter(parts.values())).shape[0]
     sizes = getattr(module, "output_partition_sizes", None) or [rows]
     if len(sizes) < len(names):  # a replicated linear that two were joined to
@@ -73,57 +73,28 @@ def linear(name, module, config, bits=4):
     return found
 
 
-def linear_parts(held, bits):
-    """Parts [N, ...] of a linear, or [E, N, ...] of vLLM's experts, by the parameters that its method made."""
+def held_parts(held, bits=4, turned=False):
+    """Parts [N, ...] of a linear, or [E, N, ...] of all experts, by the parameters that its method
+    made; turned: 4-bit integers lie transposed, as Marlin's repacking takes them. Of FP4, whose
+    global scale one format keeps as a divisor; of int8; or of a weight in 16 bits."""
+
+    def laid(name):
+        return held[name].mT if turned else held[name]
+
     if "qweight" in held:  # AWQ: [K, N / 8]
-        codes, zeros = (
-            unsigned_along_last(held[key], AWQ_ORDER).T for key in ("qweight", "qzeros")
-        )
-        return {"codes": codes, "zero": zeros, "scale": held["scales"].T}
-    if "weight_packed" in held and held["weight_packed"].dtype == torch.int32:
-        codes = unsigned_along_last(held["weight_packed"], bits=bits)
-        parts = {"codes": codes, "scale": held["weight_scale"]}
+        codes, zeros = (unsigned_along_last(held[key], AWQ_ORDER) for key in ("qweight", "qzeros"))
+        return {"codes": codes.mT, "zero": zeros.mT, "scale": held["scales"].mT}
+    packed = held.get("weight_packed")
+    if packed is not None and packed.dtype == torch.int32:
+        codes = unsigned_along_last(laid("weight_packed"), bits=bits)
+        parts = {"codes": codes, "scale": laid("weight_scale")}
         if "weight_zero_point" in held:  # packed along N
-            parts["zero"] = unsigned_along_last(held["weight_zero_point"].mT).mT
+            parts["zero"] = unsigned_along_last(laid("weight_zero_point").mT).mT
         return parts
-    return _other_parts(held, "weight_global_scale")
-
-
-def expert_parts(held, bits=4):
-    """The same of all experts, [E, N, ...]; 4-bit integers lie transposed, as Marlin's repacking
-    takes them."""
-    if "qweight" in held:
-        codes, zeros = (
-            unsigned_along_last(held[key], AWQ_ORDER).transpose(1, 2)
-            for key in ("qweight", "qzeros")
-        )
-        return {"codes": codes, "zero": zeros, "scale": held["scales"].transpose(1, 2)}
-    if "weight_packed" in held and held["weight_packed"].dtype == torch.int32:
-        parts = {
-            "codes": unsigned_along_last(held["weight_packed"].transpose(1, 2), bits=bits),
-            "scale": held["weight_scale"].transpose(1, 2),
-        }
-        if "weight_zero_point" in held:
-            parts["zero"] = unsigned_along_last(held["weight_zero_point"]).transpose(1, 2)
-        return parts
-    return _other_parts(held, "weight_global_scale")
-
-
-def _other_parts(held, divisor):
-    """FP4 of either format, whose global scale one keeps as a divisor; int8; or a weight in 16
-    bits."""
-    if "weight_packed" in held:
-        return {
-            "codes": e2m1_along_last(held["weight_packed"]),
-            "scale": held["weight_scale"].float(),
-            "global": 1 / held[divisor],
-        }
-    if "weight_scale_2" in held:
-        return {
-            "codes": e2m1_along_last(held["weight"]),
-            "scale": held["weight_scale"].float(),
-            "global": held["weight_scale_2"],
-        }
-    if "weight_scale" in held:
-        return {"codes": held["weight"], "scale": held["weight_scale"]}
-    return {"value": held["weight"]}
+    scale = held.get("weight_scale")
+    if packed is not None or "weight_scale_2" in held:
+        codes = e2m1_along_last(held["weight"] if packed is None else packed)
+        divisor = held.get("weight_global_scale")
+        whole = held["weight_scale_2"] if divisor is None else 1 / divisor
+        return {"codes": codes, "scale": scale.float(), "global": whole}
+    return {"value": held["weight"]} if scale is None else {"codes": held["weight"], "scale": scale}

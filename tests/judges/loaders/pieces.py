@@ -68,6 +68,14 @@ def plain_pieces(name, module):
     }
 
 
+def sides(held):
+    """Of experts' parameters those of w13, and those of w2."""
+    return [
+        {key.removeprefix(one): value for key, value in held.items() if key.startswith(one)}
+        for one in ("w13_", "w2_")
+    ]
+
+
 def expert_pieces(name, w13, w2):
     """Parts [E, N, ...] of all experts; gate before up."""
     found = {}

@@ -35,7 +35,7 @@ ABSENT += (
 )
 absent(*ABSENT.split())
 import torch.distributed as dist
-from hopper import OnTheCpu, expert_parts, linear
+from hopper import OnTheCpu, held_parts, linear
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NEXTN = re.compile(r"^model\.(decoder\.|(?=enorm|hnorm|eh_proj|shared_head))")
@@ -64,7 +64,7 @@ import sglang.srt.models.deepseek_nextn
 import sglang.srt.models.deepseek_v2
 import sglang.srt.models.qwen3
 import sglang.srt.models.qwen3_moe  # noqa: F401
-from pieces import expert_pieces, plain_pieces, run_forked
+from pieces import expert_pieces, plain_pieces, run_forked, sides
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -147,16 +147,11 @@ def pieces_of(model):
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            held = {key: value for key, value in module.named_parameters(recurse=False)}
-            w13, w2 = (
-                {
-                    key.removeprefix(side): value
-                    for key, value in held.items()
-                    if key.startswith(side)
-                }
-                for side in ("w13_", "w2_")
+            parts = (
+                held_parts(side, turned=True)
+                for side in sides(dict(module.named_parameters(recurse=False)))
             )
-            found |= expert_pieces(name, expert_parts(w13), expert_parts(w2))
+            found |= expert_pieces(name, *parts)
         elif isinstance(module, LinearBase):
             found |= linear(name, module, model.config)
         else:

@@ -10,7 +10,6 @@ told as the loader left them, before weights are laid out for a kernel, which on
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 os.environ |= {
@@ -41,8 +40,8 @@ absent(
 )
 import torch
 import torch.distributed as dist
-from hopper import OnTheCpu, expert_parts, linear, linear_parts
-from pieces import expert_pieces, plain_pieces, run_forked
+from hopper import OnTheCpu, held_parts, linear
+from pieces import expert_pieces, plain_pieces, run_forked, sides
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _operator = torch._ops._OpNamespace.__getattr__
@@ -126,17 +125,10 @@ def pieces_of(model):
     for name, module in model.named_modules():
         held = dict(module.named_parameters(recurse=False))
         if any(key.startswith("w13_") for key in held):
-            w13, w2 = (
-                {
-                    key.removeprefix(side): value
-                    for key, value in held.items()
-                    if key.startswith(side)
-                }
-                for side in ("w13_", "w2_")
-            )
             bits = getattr(module.quant_method, "num_bits", 4)
-            parts = partial(linear_parts, bits=bits) if "weight_packed" in w13 else expert_parts
-            found |= expert_pieces(name.removesuffix(".routed_experts"), parts(w13), parts(w2))
+            turned = "w13_weight_packed" not in held
+            parts = (held_parts(side, bits, turned) for side in sides(held))
+            found |= expert_pieces(name.removesuffix(".routed_experts"), *parts)
         elif isinstance(module, LinearBase):
             bits = getattr(getattr(module, "scheme", None), "num_bits", 4)
             correction = held.pop("e_score_correction_bias", None)
