@@ -11,14 +11,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import checkpoints
 import middle_models
-import sglang_topologies
 import vllm_beside
 import vllm_tokens
 from make_model import write_dense
 from vllm_beside import ends_of_gaps
 from vllm_topologies import CASES, TOPOLOGIES, deployments
 
-from quantkit.deploy.launch import deploy
 from quantkit.evaluation.speed.measure import RequestTimes
 
 
@@ -66,16 +64,6 @@ def test_commands_take_four_cards(model, case):
         named = [f"--{way}-parallel-size" for way in ("tensor", "pipeline", "data")]
         found = [int(words[words.index(name) + 1]) if name in words else 1 for name in named]
         assert found == ways
-
-
-def test_sglangs_printed_command_is_run_with_the_given_options(model):
-    _, words = sglang_topologies.command_of(model, "PYTHON", 2, 21064, 1)
-    asked = {"device": "cuda", "devices": 2, "context": 1024, "draft_length": 1}
-    made = deploy(model, "sglang", layout="one-box", **asked)
-    ((_, printed),) = made.launches[0].commands
-    changed = {words[at] for at, (one, other) in enumerate(zip(words, printed)) if one != other}
-    assert changed == {"PYTHON", "21064", "0.6"}
-    assert words[len(printed) :] == [*sglang_topologies.ADDED, "--nccl-port", "21096"]
 
 
 def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch):

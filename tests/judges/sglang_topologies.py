@@ -44,9 +44,6 @@ class SglangServer(Server):
         tokens = [token for _, token, *_ in found["output_token_logprobs"]]
         return {"tokens": tokens, "logprobs": top}
 
-    def guessed(self):
-        return ""
-
 
 def command_of(path, python, cards, port, guesses):
     """Environment and words: what deploy prints, with PYTHON, the port and ADDED filled in."""

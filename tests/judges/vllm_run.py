@@ -3,10 +3,9 @@
     python vllm_run.py < jobs.json > answers.json
 
 jobs: [{"path", "prompts": [[token id]], "max_tokens", and "dtype" where not bfloat16}]. The output
-is {"engine", "products": {"int4", "int8"}, "answers", "layers"}; one answer a job: [{"tokens":
+is {"engine", "products": {"int4", "int8"}, "answers"}; one answer a job: [{"tokens":
 [...], "logprobs": [[[token, value], ...] a position]}] a prompt, or {"error": text} where vLLM
-would not load it. "layers" has the classes of vLLM that hold and multiply the weights of each job's
-model.
+would not load it.
 
 Two of vLLM's products for CPUs need newer instructions than every CPU has: int4 wants AVX-512, and
 without VNNI oneDNN's int8 product saturates inside and is some percent off. There the product alone
@@ -121,28 +120,6 @@ def products_of_this_cpu():
     return products
 
 
-def computing_classes(model):
-    """What vLLM chose for the layers: the quantization method, its scheme, and the kernel of
-    either."""
-    names = set()
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        scheme = getattr(module, "scheme", None)
-        kernel = getattr(scheme or method, "kernel", None)
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        if method is not None:
-            names.add(
-                " ".join(
-                    type(part).__name__
-                    for part in (method, scheme, kernel, experts)
-                    if part is not None
-                )
-            )
-        if hasattr(module, "attn_backend"):
-            names.add(module.attn_backend.__name__)
-    return sorted(names)
-
-
 def load(job):
     return LLM(
         model=job["path"],
@@ -186,27 +163,16 @@ def main():
     AutoConfig.register("pangu_ultra_moe", PanguConfig)
     products = products_of_this_cpu() if current_platform.is_cpu() else {}
     answers = []
-    layers = []
     for job in json.load(sys.stdin):
-        layers.append([])
         try:
             model = load(job)
-            layers[-1] = model.apply_model(computing_classes)[0]
             answers.append(generate(model, job))
         except Exception as fault:
             traceback.print_exc()
             answers.append({"error": f"{type(fault).__name__}: {fault}"})
         model = None
         gc.collect()
-    json.dump(
-        {
-            "engine": f"vllm {__version__}",
-            "products": products,
-            "answers": answers,
-            "layers": layers,
-        },
-        told,
-    )
+    json.dump({"engine": f"vllm {__version__}", "products": products, "answers": answers}, told)
     told.close()
 
 

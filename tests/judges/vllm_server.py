@@ -7,7 +7,6 @@ have, sends requests to the servers of all deployments.
 """
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -93,15 +92,6 @@ class Server:
             for position in found["top_logprobs"]
         ]
         return {"tokens": [_token(name) for name in found["tokens"]], "logprobs": top}
-
-    def guessed(self):
-        """What the server counts of its MTP layer's guesses; empty where it has none."""
-        metrics = httpx.get(f"{self.url}/metrics", timeout=5).text
-        counter = r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total{[^}]*} ([0-9.]+)$"
-        counted = {name: float(count) for name, count in re.findall(counter, metrics, re.M)}
-        if len(counted) < 2:
-            return ""
-        return f"{counted['accepted_tokens']:.0f} of {counted['draft_tokens']:.0f} guesses taken"
 
     def end(self):
         for process in self.processes:

@@ -117,12 +117,10 @@ def compare(directory, asked, device):
         told = json.loads((directory / f"{name}.answers.json").read_text())
         whose = "; ".join(f"{grid} products are {one}" for grid, one in told["products"].items())
         print(f"{told['engine']}, {name}. {whose}")
-        for (model, format), answer, layers in zip(group, told["answers"], told["layers"]):
+        for (model, format), answer in zip(group, told["answers"]):
             good, line = verdict(directory / model, format, told["engine"], answer, device)
             failed += not good
             print(f"{'ok  ' if good else 'FAIL'} {model} {format}: {line}", flush=True)
-            if device == "cuda" and not isinstance(answer, dict):
-                print(f"       {'; '.join(layers)}")
     print(f"{len(asked) - failed} passed, {failed} failed")
     return failed
 

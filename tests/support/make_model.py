@@ -179,24 +179,26 @@ def write_dense(path, config, tensors, shards=1):
 
 
 def _write(path, config, tensors, shards):
-    path.mkdir(parents=True, exist_ok=True)
-    names = list(tensors)
-    per_shard = math.ceil(len(names) / shards)
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
-        part = {
-            name: tensors[name].contiguous()
-            for name in names[shard * per_shard : (shard + 1) * per_shard]
-        }
-        save_file(part, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_shards(path, tensors, shards)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_tokenizer(path, config["vocab_size"])
     return path
+
+
+def write_shards(path, tensors, shards):
+    """As many files, one after the other, and their index."""
+    path.mkdir(parents=True, exist_ok=True)
+    names, weight_map = list(tensors), {}
+    per_shard = math.ceil(len(names) / shards)
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
+        own = names[shard * per_shard : (shard + 1) * per_shard]
+        part = {name: tensors[name].contiguous() for name in own}
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(own, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def write_tokenizer(path, vocab_size=320):

@@ -12,8 +12,8 @@ import json
 from dataclasses import replace
 
 import torch
+from make_model import write_shards
 from nearest import quantize_fp4, quantize_fp8, quantize_int
-from safetensors.torch import save_file
 
 from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.header import TensorSpec
@@ -99,20 +99,6 @@ def write(path, format, grid):
 
 
 def write_tensors(path, tensors):
-    """Two shards and their index."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Two shards and their index; parts of a linear lie in both."""
     names = sorted(tensors)
-    halves = {
-        "model-00001-of-00002.safetensors": names[::2],
-        "model-00002-of-00002.safetensors": names[1::2],
-    }
-    for shard, held in halves.items():
-        save_file(
-            {name: tensors[name].contiguous() for name in held},
-            path / shard,
-            metadata={"format": "pt"},
-        )
-    weight_map = {name: shard for shard, held in halves.items() for name in held}
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    write_shards(path, {name: tensors[name] for name in (*names[::2], *names[1::2])}, 2)

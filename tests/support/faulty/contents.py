@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_model import write_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
 
-SHARD = "model-{:05d}-of-00002.safetensors"
+SHARD = "model-{:05d}-of-000002.safetensors"
 
 
 @dataclass
@@ -40,52 +40,23 @@ class Contents:
         for shard in sorted(path.glob("*.safetensors")):
             with safe_open(shard, "pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        names = [
-            file
-            for file in path.iterdir()
-            if file.suffix in (".json", ".jinja") and "index" not in file.name
-        ]
+        others = ("config.json", "manifest.json", "model.safetensors.index.json")
         files = {
             file.name: file.read_bytes()
-            for file in names
-            if file.name not in ("config.json", "manifest.json")
+            for file in path.iterdir()
+            if file.suffix in (".json", ".jinja") and file.name not in others
         }
-        return cls(
-            path, checkpoint.config, files, tensors, checkpoint.format, dict(checkpoint.linears)
-        )
+        return cls(path, checkpoint.config, files, tensors, checkpoint.format, checkpoint.linears)
 
     def copy(self):
-        return Contents(
-            self.path,
-            copy.deepcopy(self.config),
-            dict(self.files),
-            dict(self.tensors),
-            self.format,
-            dict(self.linears),
-        )
+        config, held = copy.deepcopy(self.config), (self.files, self.tensors)
+        return Contents(self.path, config, *map(dict, held), self.format, dict(self.linears))
 
     def write(self, folder):
         """Two shards, an index, and the files; then what breaks them."""
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        names = list(self.tensors)
-        halves = {
-            SHARD.format(1): names[: len(names) // 2],
-            SHARD.format(2): names[len(names) // 2 :],
-        }
-        for shard, own in halves.items():
-            save_file(
-                {name: self.tensors[name].contiguous().clone() for name in own},
-                folder / shard,
-                metadata={"format": "pt"},
-            )
-        total = sum(tensor.nbytes for tensor in self.tensors.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: shard for shard, own in halves.items() for name in own},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_shards(folder, {name: own.clone() for name, own in self.tensors.items()}, 2)
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
