@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import checkpoints
 import middle_models
-import vllm_beside
 import vllm_tokens
 from make_model import write_dense
-from vllm_beside import ends_of_gaps
 from vllm_topologies import CASES, TOPOLOGIES, deployments
-
-from quantkit.evaluation.speed.measure import RequestTimes
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +59,3 @@ def test_commands_take_four_cards(model, case):
         named = [f"--{way}-parallel-size" for way in ("tensor", "pipeline", "data")]
         found = [int(words[words.index(name) + 1]) if name in words else 1 for name in named]
         assert found == ways
-
-
-def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch):
-    one = RequestTimes(0.0, 1.0, 9.0, 8, 4, gaps=(5.0, 1.0, 2.0))
-    assert list(ends_of_gaps(one)) == [(6.0, 5.0), (7.0, 1.0), (9.0, 2.0)]
-    answers = {vllm_beside.ANSWERS: [one], 1: [RequestTimes(6.5, 7.5, 7.6, 8, 4)]}
-    monkeypatch.setattr(vllm_beside, "requests", lambda url, tokens, users, output: answers[users])
-    monkeypatch.setattr(vllm_beside.time, "sleep", lambda seconds: None)
-    assert vllm_beside.gap_of("") == [{"gap_s": 2.0, "ttft_s": 1.0}]

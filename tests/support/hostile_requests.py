@@ -100,15 +100,10 @@ def _common(draw):
         "stream": draw.random() < 0.5,
         "ignore_eos": True,
         "min_tokens": 1,
-        "user": "somebody",
         "response_format": draw.choice([{"type": "text"}, {"type": "json_object"}]),
         "guided_regex": "[a-f]{1,3}",
-        "guided_choice": ["a", "b"],
         "logit_bias": {"40": 5, "41": -100},
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
         "repetition_penalty": 1.1,
-        "min_p": 0.1,
         "stop_token_ids": [5, 319],
         "prompt_logprobs": 1,
         "skip_special_tokens": False,
@@ -156,16 +151,13 @@ def _value(draw):
         [],
         [[]],
         [None],
-        [1, "a"],
         ["x"] * 2000,
         [0] * 3000,
         [[1]] * 400,
-        [-1],
         [2**70],
         [{}],
         {},
         {"a": 1},
-        {"type": "x"},
     ]
     return draw.choice(
         [None, True, False, *numbers, *texts, *lists, _nested(draw.choice([3, 300]))]
@@ -287,14 +279,10 @@ def _large(draw, path, body):
     big = draw.choice(
         [
             {"prompt": "word " * draw.choice([3000, 200_000])},
-            {"prompt": ["a"] * 400},
             {"prompt": [5] * 100_000},
-            {"prompt": [[5]] * 100, "n": 64},
             {"prompt": "a", "stop": ["x"] * 20_000},
             {"prompt": "a", "stop": "y" * 100_000},
-            {"prompt": "a", "padding": "x" * 9_000_000}
-            if draw.random() < 0.1
-            else {"prompt": "a", "user": "x" * 100_000},
+            {"prompt": "a", "user": "x" * draw.choice([*[100_000] * 9, 9_000_000])},
             {"prompt": "a", "metadata": {str(index): index for index in range(20_000)}},
         ]
     )
@@ -309,8 +297,6 @@ def _spoilt_headers(draw, path, body):
                 "Content-Type": draw.choice(
                     [
                         "text/plain",
-                        "application/x-www-form-urlencoded",
-                        "multipart/form-data",
                         "x",
                         "application/json2",
                     ]
@@ -323,12 +309,7 @@ def _spoilt_headers(draw, path, body):
                 )
             },
             {"Content-Encoding": draw.choice(["gzip", "br", "identity"])},
-            {
-                "Accept": "image/png",
-                "Range": "bytes=0-1",
-                "Expect": "x",
-                "X-Forwarded-For": "1" * 500,
-            },
+            {"Range": "bytes=0-1", "Expect": "x"},
             {"Origin": "http://evil.example", "Host": "evil.example"},
         ]
     )
@@ -342,17 +323,13 @@ def _elsewhere(draw, path, body):
     paths = [
         "/",
         "/v1",
-        "/v2/x",
         "/v1/models",
         "/v1/models/tiny-fp8",
         "/v1/models/%ff",
-        "/version",
-        "/detokenize",
         "/metrics",
         "/health",
         "/..%2f..%2fetc/passwd",
         "/%ff%00",
-        "/v1/embeddings",
     ]
     method = draw.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST", "FROB"])
     return replace(

@@ -17,6 +17,7 @@ import torch
 import transformers
 import yaml
 from make_model import write_dense, write_tokenizer
+from r1_headers import write_sparse
 from tiny_models import CONFIGS, random_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers_peers import checkpoint_tensors
@@ -123,14 +124,8 @@ def write_headers(path, made):
     """A checkpoint without weights: a sparse file, which reads as zeros."""
     path.mkdir(parents=True)
     made, shapes = _shapes(made)
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    with (path / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(8 + len(encoded) + end)
+    entries = [(name, "BF16", shape) for name, shape in shapes.items()]
+    write_sparse(path / "model.safetensors", entries)
     (path / "config.json").write_text(json.dumps(made))
     write_tokenizer(path)
     return path

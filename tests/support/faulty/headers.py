@@ -365,6 +365,12 @@ fault(
     ),
     is_quantized,
 )
+fault(
+    "part-malformed",
+    "a_scale_has_another_shape",
+    lambda c: c.tensors.update({scale_of(c, c.linear()): c.tensors[scale_of(c, c.linear())][:-1]}),
+    is_quantized,
+)
 PATTERNS = {"compressed-tensors": r"re:.*{}.*", "awq": "{}", "modelopt": "*{}*"}
 
 
@@ -490,6 +496,12 @@ fault(
 )
 
 
+@named("part-orphan", lambda c: is_quantized(c) and has_experts(c))
+def a_routers_scale_is_left(c):
+    router = next(name for name in c.tensors if name.endswith("mlp.gate.weight"))
+    c.tensors[f"{router}_scale"] = torch.ones(len(c.tensors[router]), 1)
+
+
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 fault(
     "cache-scales-missing",
@@ -497,6 +509,13 @@ fault(
     block(kv_cache_scheme=CACHE),
     lambda c: has_block(c) and "config_groups" in c.block,
 )
+fault(
+    "part-missing",
+    "an_order_of_groups_is_said_and_not_stored",
+    lambda c: bits_of(c).update(actorder="group"),
+    of_format("compressed-tensors pack"),
+)
+fault("part-missing", "fp8_inputs_are_said_to_be_static", block(activation_scheme="static"), is_fp8)
 fault(
     "description-unreadable",
     "an_exception_is_no_pattern",
@@ -567,6 +586,21 @@ for finds, name, apply in (
     ("class-wrong", "the_class_is_another_models", config(architectures=["GPT2LMHeadModel"])),
     ("class-missing", "no_class_is_named", lacks("architectures")),
     (
+        "special-token-unknown",
+        "extra_token_is_not_there",
+        file(CONFIG, extra_special_tokens=["<|nowhere|>"]),
+    ),
+    (
+        "special-token-unknown",
+        "a_map_names_a_token_that_is_not_there",
+        lambda c: c.files.update({"special_tokens_map.json": b'{"cls_token": "<|nowhere|>"}'}),
+    ),
+    (
+        "token-outside",
+        "a_word_that_is_not_wanted_is_no_token",
+        lambda c: file(GENERATION, bad_words_ids=[[5], [c.config["vocab_size"]]])(c),
+    ),
+    (
         "tokenizer-too-large",
         "what_is_put_around_texts_is_no_token",
         file("tokenizer.json", post_processor=AROUND),
@@ -599,6 +633,7 @@ for finds, name, apply in (
             file(CONFIG, eos_token=EOS),
         ),
     ),
+    ("eos-differs", "generation_ends_with_another_token", file(GENERATION, eos_token_id=9)),
     (
         "token-outside",
         "texts_are_filled_up_with_no_token",
@@ -693,6 +728,15 @@ for finds, name, apply in (
     ("text-cut", "texts_are_said_to_be_short", file(CONFIG, model_max_length=128)),
 ):
     fault(finds, name, apply, source=True)
+
+
+@named("tokenizer-too-large")
+def the_tokenizer_is_of_another_model(c):
+    names = (f"<more{number}>" for number in range(c.config["vocab_size"]))
+    edited(
+        "tokenizer.json",
+        lambda t: [t["model"]["vocab"].update({one: len(t["model"]["vocab"])}) for one in names],
+    )(c)
 
 
 def share_a_number(tokenizer):

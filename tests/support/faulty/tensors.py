@@ -212,6 +212,7 @@ fault(
 # Two of their bits are always zero, which is found where channels are wide and few codes reach an
 # end.
 fault("codes-saturated codes-constant", "codes_are_saturated", multiply_codes(4), packed)
+fault("codes-constant", "codes_were_doubled", multiply_codes(2), has_codes_around_zero)
 fault(
     "global-scale-inverted",
     "global_scales_are_inverted",
@@ -311,6 +312,14 @@ def a_scale_of_inputs_is_inverted(c):
 
 fault("codes-shifted", "fp4_has_no_negative_values", codes(lambda t: t & 0x77), fp4)
 fault(
+    "codes-constant",
+    "the_lowest_bit_of_codes_is_lost",
+    lambda c: codes(
+        lambda t: t & (~0x11111111 if c.linears[c.linear()].grid.bits == 4 else ~0x01010101)
+    )(c),
+    packed,
+)
+fault(
     "scales-absurd",
     "scales_of_groups_are_all_alike",
     scales(lambda t: torch.full_like(t, 56.0)),
@@ -358,6 +367,10 @@ def unlike(finds, name, apply, suits=is_quantized, **more):
 
 def shuffled(seed):
     return lambda t: t[torch.randperm(len(t), generator=seeded(seed))]
+
+
+def noise(t):
+    return torch.randint(-100, 100, t.shape, generator=seeded(0)).to(t.dtype) * 16777619
 
 
 def nibbles_exchanged(t):
@@ -430,6 +443,8 @@ for finds, label, apply, suits in (
         scales(torch.negative),
         of_format(*PACKED, "modelslim"),
     ),
+    ("error-large", "the_embedding_is_another", of(EMBEDDING, lambda t: t.flip(0)), always),
+    ("error-large unlike-source", "a_linear_is_noise", codes(noise), is_quantized),
     ("error-large", "scales_of_rows_are_shuffled", scales(shuffled(6)), of_format(*INT8)),
     (
         "error-large",
