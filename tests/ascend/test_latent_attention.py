@@ -97,6 +97,15 @@ def test_mla_decode(heads, block_size, interleaved, called):
     assert set(called) <= set(torch_npu.NEEDS["mla_decode"])
 
 
+def test_latents_of_small_models_are_keys_in_one_tensor(called):
+    """Whose first channels are the values."""
+    called.clear()
+    case = latent_attention([17, 24], 2, 16, (128, 64, 128, 256), torch.bfloat16)
+    ours = functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu")
+    assert distance(ours, case.exact) < 1e-2
+    assert "npu_fused_infer_attention_score_v2" in called
+
+
 def test_queries_need_not_lie_in_one_piece():
     """Parts of something wider, from one cache and from two; the operator's rules demand one
     piece. Tables need not be wider than what they name."""
