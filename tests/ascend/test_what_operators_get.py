@@ -17,6 +17,7 @@ from quantkit_kernels import (
 from quantkit_kernels.prolog import sizes_of
 from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls
+from quantkit_kernels.torch_npu.functional import absorbed_weights
 from quantkit_kernels.torch_npu.linear import nz_linear
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 
@@ -50,6 +51,7 @@ def test_layouts_at_rest():
                 random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16
             ).held()
         } == {"ND"}
+    assert all(one.is_contiguous() for one in absorbed_weights(random(2, 64 + 32, 128), 64))
 
 
 def test_scales_are_taken_as_they_lie():
