@@ -36,7 +36,7 @@ test-numbers: $(VENV)/test.stamp
 # and ranks, each a process; benchmarks of ranks; `go` from end to end; a ceiling of memory.
 LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/ascend/test_executor.py tests/ascend/test_page.py tests/ascend/test_r1_attention.py \
 	tests/evaluation/test_sandbox.py tests/evaluation/grading/test_corpus.py tests/executor/server/test_fuzz.py tests/executor/test_parallel.py \
-	tests/executor/test_parallel_packed.py tests/quantization/test_kill.py tests/quantization/test_memory.py tests/quantization/test_ranks.py \
+	tests/quantization/test_kill.py tests/quantization/test_memory.py tests/quantization/test_ranks.py \
 	tests/checkpoint/test_damaged_files.py tests/guide/test_go.py
 test-long: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -k 'not (test_executor and float16)' --numprocesses 2 --dist loadscope --no-loadscope-reorder

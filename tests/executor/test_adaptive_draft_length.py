@@ -67,23 +67,6 @@ class Simulated:
         )
 
 
-def box_of_four(drafts, rows):
-    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was
-    measured, and guesses of its layer. Where none were checked the layer reads what it has not read
-    of few steps, by rows of a captured one: a step longer is taken."""
-    return {1: 2.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
-
-
-def test_drafting_restarts_when_acceptance_rises():
-    """And no more where they are wrong from then on."""
-    run = Simulated(0.0, 1, 3, box_of_four)
-    run.until(3000)
-    run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
-    assert run.until(3000) <= 0.7
-    run.rate, run.seconds, run.tokens = 0.0, 0.0, 0
-    assert run.until(3000) <= 1.02
-
-
 def rank_of_four(answers):
     """22 of R1's layers as one rank of four on an H200, by rows and guesses that are computed, in
     steps without."""
@@ -95,12 +78,14 @@ def rank_of_four(answers):
 
 def test_new_sequences_are_drafted_for_without_catching_up():
     """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other
-    answers owe nothing of that."""
+    answers owe nothing of that; and no more where they are wrong from then on."""
     run = Simulated(0.0, 1, 3, rank_of_four(1), reading=10.0)
     run.until(700)
     run.begin_answers()
     run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
     assert run.until(512) <= 0.7
+    run.rate, run.seconds, run.tokens = 0.0, 0.0, 0
+    assert run.until(3000) <= 1.02
 
 
 PROCESSOR = {

@@ -48,34 +48,25 @@ def target_tensors():
 def random_head(seed=5):
     """Every tensor as it is published, at random."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {f"midlayer.self_attn.{side}_proj": (HIDDEN, 2 * HIDDEN) for side in "qkv"}
-    shapes |= {
-        "midlayer.self_attn.o_proj": (HIDDEN, HIDDEN),
-        "midlayer.mlp.down_proj": (HIDDEN, 96),
-        "fc": (HIDDEN, 3 * HIDDEN),
-    }
-    shapes |= {f"midlayer.mlp.{side}_proj": (96, HIDDEN) for side in ("gate", "up")} | {
-        "lm_head": (DRAFT, HIDDEN)
-    }
+    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
+    shapes = {f"{attention}.{side}_proj": (HIDDEN, 2 * HIDDEN) for side in "qkv"}
+    shapes |= {f"{attention}.o_proj": (HIDDEN, HIDDEN), "fc": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {f"{mlp}.{side}_proj": (96, HIDDEN) for side in ("gate", "up")}
+    shapes |= {f"{mlp}.down_proj": (HIDDEN, 96), "lm_head": (DRAFT, HIDDEN)}
     found = {
         f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[1])
         for name, shape in shapes.items()
     }
-    norms = (
-        "midlayer.hidden_norm",
-        "midlayer.input_layernorm",
-        "midlayer.post_attention_layernorm",
-        "norm",
-    )
-    found |= {
-        f"{name}.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator) for name in norms
-    }
+    norms = [
+        f"midlayer.{name}"
+        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    ]
+    for name in (*norms, "norm"):
+        found[f"{name}.weight"] = 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
     ids = torch.randperm(320, generator=generator)[:DRAFT].sort().values
     mask = torch.zeros(320, dtype=torch.bool).index_fill_(0, ids, True)
-    return {name: tensor.bfloat16() for name, tensor in found.items()} | {
-        "d2t": ids - torch.arange(DRAFT),
-        "t2d": mask,
-    }
+    found = {name: tensor.bfloat16() for name, tensor in found.items()}
+    return found | {"d2t": ids - torch.arange(DRAFT), "t2d": mask}
 
 
 def knowing_head():
@@ -110,10 +101,9 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eagle")
     target = make_model.write_dense(folder / "target", TARGET, target_tensors())
     found = {"target": target, "random": write_head(folder / "random", random_head())}
-    found["normed"] = write_head(folder / "normed", random_head(), norm_before_residual=True)
-    return found | {
-        "knowing": write_head(folder / "knowing", knowing_head(), norm_before_residual=True)
-    }
+    for name, head in (("normed", random_head()), ("knowing", knowing_head())):
+        found[name] = write_head(folder / name, head, norm_before_residual=True)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +169,11 @@ def test_the_first_guess_is_that_of_the_published_forward(models, head):
             engine.step()
         ids = torch.tensor(sequence.token_ids)
         context, depths = CausalContext([len(ids) - 1]), []
-        normed, residual = model.layers[0].input_norm, F.embedding(ids[:-1], model.embedding)
-        normed = torch.nn.functional.rms_norm(residual, (HIDDEN,), normed, 1e-6)
-        for number, (layer, following) in enumerate(zip(model.layers, [*model.layers[1:], None])):
+        hidden = F.embedding(ids[:-1], model.embedding)
+        for number, layer in enumerate(model.layers):
             if number in (2, 4, 5):
-                depths.append(residual.float())
-            normed, residual = layer(
-                normed, residual, context, model.norm if following is None else following.input_norm
-            )
+                depths.append(hidden.float())
+            hidden = layer.feed_forward(layer.attend(hidden, context), context)
         embedding, read = model.embedding.float(), torch.cat(depths, dim=-1)
         logits = published_forward(
             tensors, embedding, ids[1:], read, normed_residual=head == "normed"
@@ -196,15 +183,15 @@ def test_the_first_guess_is_that_of_the_published_forward(models, head):
 
 
 def test_tokens_are_those_of_plain_decoding(models, plain):
-    """Greedy and sampled, prompts in chunks beside answers, prefixes found, the cache too small."""
-    engine = load(
-        models["target"],
-        models["knowing"],
-        draft_length=3,
-        chunk_tokens=29,
-        prefix_cache=True,
-        cache_tokens=320,
-    )
+    """Greedy and sampled, prompts in chunks beside answers, prefixes found, the cache too small, of
+    which the head's is planned."""
+    options = {"draft_length": 3, "chunk_tokens": 29, "prefix_cache": True}
+    engine = load(models["target"], models["knowing"], cache_tokens=320, **options)
+    sizes = draft_sizes(Checkpoint.open(models["knowing"]))
+    assert sizes.token_bytes == 2 * 2 * HIDDEN
+    assert sizes.weight_bytes == sum(tensor.nbytes for tensor in knowing_head().values())
+    held = engine.speculation.drafter.steps.cache.nbytes
+    assert held == engine.plan.num_blocks * 64 * sizes.token_bytes
     for _ in range(2):
         assert tokens(engine, MIXED) == plain
         assert 0.4 < measured(engine) < 0.99
@@ -228,17 +215,6 @@ def test_further_guesses_read_its_own_output(models, plain, monkeypatch):
     right = eager.speculation.controller.rates["drafter"].accepted
     assert right[2] > 3
     assert static.speculation.controller.rates["drafter"].accepted == right
-
-
-def test_its_memory_is_planned(models):
-    sizes = draft_sizes(Checkpoint.open(models["knowing"]))
-    engine = load(models["target"], models["knowing"], draft_length=3)
-    assert sizes.token_bytes == 2 * 2 * HIDDEN
-    assert sizes.weight_bytes == sum(tensor.nbytes for tensor in knowing_head().values())
-    assert (
-        engine.speculation.drafter.steps.cache.nbytes
-        == engine.plan.num_blocks * 64 * sizes.token_bytes
-    )
 
 
 def test_its_config_is_read(models):

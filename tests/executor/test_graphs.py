@@ -86,25 +86,16 @@ def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint):
     """A step for each number of them; who asks for one of so many rows is told the one that makes
     the fewest."""
     engine = engine_of(tiny_checkpoint)
-    steps = DecodeSteps(engine.loaded.model, engine.cache, in_place)
-    rows = DecodeRows(
-        np.array([7, 8, 9]),
-        np.zeros(3, np.int64),
-        np.arange(1, 4) * engine.cache.block_size,
-        np.arange(1, 4, dtype=np.int32)[:, None],
-    )
+    steps, block = DecodeSteps(engine.loaded.model, engine.cache, in_place), np.arange(1, 4)
+    slots, tables = block * engine.cache.block_size, block.astype(np.int32)[:, None]
+    rows = DecodeRows(np.array([7, 8, 9]), np.zeros(3, np.int64), slots, tables)
     assert steps.num_results(3, 1) is None
     whole = steps.run(rows)
     assert (steps.has(3, 1), steps.num_results(3, 1)) == (True, 0)
     for wanted in ([2], [2, 0, 1], [1]):
-        part = steps.run(rows, result_rows=torch.tensor(wanted))
-        for found, expected in zip(part, whole):
+        for found, expected in zip(steps.run(rows, result_rows=torch.tensor(wanted)), whole):
             torch.testing.assert_close(found, expected[wanted])
-    assert (steps.num_results(3, 1), steps.num_results(4, 1), steps.num_results(2, 1)) == (
-        1,
-        1,
-        None,
-    )
+    assert [steps.num_results(count, 1) for count in (2, 3, 4)] == [None, 1, 1]
     buffers = DecodeBuffers(4, 16, torch.device("cpu"), num_results=2)
     for kept in ([3, 2], [1]):
         buffers.fill(rows, result_rows=torch.tensor(kept))

@@ -3,7 +3,7 @@ that are large or come once stay eager."""
 
 import pytest
 import torch
-from engines import capture, completions, in_place, load, note, tokens
+from engines import capture, in_place, load, note, tokens
 from packed_model import GROUPED, write_random
 
 from quantkit import SamplingParams
@@ -85,26 +85,6 @@ def test_last_tokens_alone_go_through_the_last_mlp(tiny_checkpoint, grouped, kin
     assert {size.all_hidden for size in prompts._graphs} == {False}
 
 
-def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(grouped, monkeypatch):
-    """In one pass with prompts of which nobody asks for them."""
-    engine = engine_of(grouped, None, budget=StepBudget(512, 512))
-    computed = widths(engine, monkeypatch)
-    params = [
-        SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=one)
-        for one in (None, 0, None)
-    ]
-    alone = [completions(engine, [prompt], one)[0] for prompt, one in zip(PROMPTS, params)]
-    together = completions(engine, PROMPTS[:3], params)
-    known = 64  # of the third prompt, by then
-    assert computed == [1, len(PROMPTS[1]), 1, sum(map(len, PROMPTS[:3])) - known]
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-    ours, theirs = (
-        [token.logprob for token in one[1].prompt_logprobs or []] for one in (together, alone)
-    )
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert len(ours) == len(PROMPTS[1]) - 1
-
-
 def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkpoint):
     cache = engine_of(tiny_checkpoint).cache
     for count in (1, 16, 17, 129, 300, 513, 700, 1000, 1024):
@@ -117,39 +97,27 @@ def test_little_of_a_pass_is_padding_and_few_graphs_serve_any_number(tiny_checkp
 
 
 @torch.inference_mode()
-def test_long_passes_and_states_are_not_captured(tiny_checkpoint, monkeypatch):
-    passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
-    passes.keep_all_hidden = True
-    passes.limit(20)
-    monkeypatch.setattr(prefill_graphs, "_MAX_GRAPHS", 1)
-    monkeypatch.setattr(prefill_graphs, "_MAX_BLOCKS", 2)
-    assert (
-        len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
-        == len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
-        == 1
-    )
-    for length in (21, 21, 5, 5, 5, 17, 17, 17):
-        assert passes.run(None, [PrefillChunk([3] * length, 0, [1])]).shape[0] == length
-    assert [size.tokens for size in passes._graphs] == [16], (
-        "none of 21 tokens or three blocks, and no second graph"
-    )
-
-
-@torch.inference_mode()
-def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint):
+def test_large_passes_are_not_captured_and_a_limit_lets_go_of_larger_graphs(
+    tiny_checkpoint, monkeypatch
+):
+    """Of more tokens than the limit, of more blocks or behind as many graphs as there may be."""
     passes = engine_of(tiny_checkpoint, in_place).runner.prefill_runner
     passes.keep_all_hidden = True  # a product of another size may differ in its last bit
-    prompts = {
-        length: [PrefillChunk([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)
-    }
-    expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
-    for prompt in prompts.values():
-        passes.capture(None, prompt)
-    assert passes.num_captured == 2
+    monkeypatch.setattr(prefill_graphs, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(prefill_graphs, "_MAX_BLOCKS", 2)
+
+    def run(length, blocks=(1, 2)):
+        prompt = [PrefillChunk([3 + one for one in range(length)], 0, [*blocks])]
+        return passes.launch(None, prompt).clone(), [passes.run(None, prompt) for _ in range(3)]
+
+    for length in (48, 16, 17):
+        expected, found = run(length)
+        assert all(torch.equal(one, expected) for one in found)
+    run(3, (1, 2, 3))
+    assert [size.tokens for size in passes._graphs] == [48, 16]
     passes.limit(32)
-    for length, prompt in prompts.items():
-        passes.capture(None, prompt)
-        assert torch.equal(passes.run(None, prompt), expected[length])
+    expected, found = run(48)
+    assert torch.equal(found[-1], expected)
     assert [size.tokens for size in passes._graphs] == [16]
 
 
