@@ -8,8 +8,8 @@ quantkit/models/__init__.py would.
 
 import sys
 
-import torch
 from quantkit_kernels import Routing
+from tiny_models import random_tensors as random_tensors
 
 from quantkit import models
 from quantkit.models import decoder, gqa
@@ -172,22 +172,6 @@ def tiny_config():
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-
-
-def random_tensors(config, seed=0):
-    """Of every parameter: activations stay near 1, biases change the choice of experts."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for row in parameters(Config.from_dict(config)):
-        noise = torch.randn(row.shape, generator=generator)
-        if row.role == "router_bias":
-            tensors[row.name] = noise * 0.1
-        elif row.role == "norm":
-            tensors[row.name] = (1 + 0.2 * noise).bfloat16()
-        else:
-            tensors[row.name] = (
-                noise if row.role == "embedding" else noise * row.shape[1] ** -0.5
-            ).bfloat16()
-    return tensors
 
 
 def register(monkeypatch):
