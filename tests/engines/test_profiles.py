@@ -75,13 +75,6 @@ def warns(engine, path, told):
     return any(told in problem for problem in errors(engine, path, "warning"))
 
 
-def choose_or_reason(name, scheme):
-    try:
-        return choose(name, scheme)
-    except QuantkitError as error:
-        return error
-
-
 @pytest.mark.parametrize("name", engine_names())
 def test_profile_names_formats_that_exist_and_its_sources(name):
     variants = {(format.name, format.variant) for format in FORMATS}
@@ -99,42 +92,38 @@ def test_profile_names_formats_that_exist_and_its_sources(name):
 @pytest.mark.parametrize("name", engine_names())
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
 def test_a_choice_is_a_load_or_a_reason(name, scheme):
-    choice = choose_or_reason(name, scheme)
-    if isinstance(choice, QuantkitError):
-        assert name in choice.problem
-        assert "no reader for that" not in choice.problem, "the profile should say why"
-        assert choice.remedy.startswith("it loads")
-    else:
-        assert choice.format in scheme.formats
-        assert any(
-            f.holds(choice.grid)
-            for f in FORMATS
-            if (f.name, f.variant) == (choice.format, choice.rule.variant)
-        )
-        assert "kv_b" not in choice.parts
+    told = None
+    try:
+        choice = choose(name, scheme)
+    except QuantkitError as error:
+        told = error
+    if told is not None:
+        assert name in told.problem
+        assert "no reader for that" not in told.problem, "the profile should say why"
+        assert told.remedy.startswith("it loads")
+        return
+    assert choice.format in scheme.formats
+    written = choice.format, choice.rule.variant
+    assert any(one.holds(choice.grid) for one in FORMATS if (one.name, one.variant) == written)
+    assert "kv_b" not in choice.parts
 
 
-def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key():
-    choice = choose("vllm-ascend", find_scheme("awq-w4a16"))
-    assert (choice.format, choice.rule.variant, choice.grid) == (
-        CT,
-        "pack-quantized",
-        INT4_SYMMETRIC,
-    )
-    assert choice.quantization_config == {"group_size": 128}
-    rows = parameters(Config.from_dict(tiny_config()))
-    assert {part_of(row) for row in rows if choice.quantizes(row)} == {"experts"}
-
-
-def test_choice_by_device_and_format():
+def test_choices():
+    """By device and format; vllm-ascend gets symmetric experts, and the key that it reads."""
     int8, awq_scheme = find_scheme("int8-a8w8c16"), find_scheme("awq-w4a16")
     for device, launch in (("cuda", ("--quantization", "w8a8_int8")), ("npu", ())):
         assert choose("sglang", int8, device=device).rule.launch == launch
-    packed = choose("sglang", awq_scheme, format="compressed-tensors", device="cuda")
-    assert "qkv_a" not in packed.parts
+    assert "qkv_a" not in choose("sglang", awq_scheme, format=CT, device="cuda").parts
     assert not choose("sglang", find_scheme("fp4-w4a16")).mtp
+    choice = choose("vllm-ascend", awq_scheme)
+    found = choice.format, choice.rule.variant, choice.grid, choice.quantization_config
+    assert found == (CT, "pack-quantized", INT4_SYMMETRIC, {"group_size": 128})
+    rows = parameters(Config.from_dict(tiny_config()))
+    assert {part_of(row) for row in rows if choice.quantizes(row)} == {"experts"}
     with refused("runs on npu"):
         choose("omni-infer", int8, device="cuda")
+    with refused(r"'tgi' is not known; choose one of chitu, .*vllm-ascend"):
+        find_engine("tgi")
 
 
 def test_parts_and_formats_may_be_a_models_own(tmp_path):
@@ -171,11 +160,6 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
         del config["layer_types"]
     lacks = ["vllm reads layer_types in config.json, which it lacks"]
     assert errors("vllm", awq) == lacks
-
-
-def test_unknown_engine_lists_the_known():
-    with refused(r"'tgi' is not known; choose one of chitu, .*vllm-ascend"):
-        find_engine("tgi")
 
 
 WRITTEN = {
@@ -341,14 +325,10 @@ def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed, tmp_path):
 @pytest.mark.parametrize(("width", "warned"), [(128, True), (256, False)])
 def test_vllm_mixes_up_the_scales_of_narrow_experts(tmp_path, width, warned):
     config = tiny_config(moe_intermediate_size=width)
-    path = write_packed(
-        tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4, linear
-    )
+    path = write_packed(tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4)
     assert errors("vllm", path, device="cuda") == []
-    assert (
-        warns("vllm", path, "128 columns of an expert per GPU are not more than group_size 128")
-        == warned
-    )
+    told = "128 columns of an expert per GPU are not more than group_size 128"
+    assert warns("vllm", path, told) == warned
 
 
 def test_mtp_rules_are_warnings(packed):
