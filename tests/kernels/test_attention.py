@@ -210,23 +210,6 @@ def test_values_of_unlike_sizes_with_a_sink(backend, codes):
     assert distance(found, exact.double()) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("threads", [1, 3, 7])
-@pytest.mark.parametrize("backend", backends_of("gqa_decode", ("cpu",), dtypes=False))
-def test_threads_share_a_row(threads, backend):
-    """More threads than key heads: a row's tokens lie in several parts, some of them empty."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for lengths in ([2], [300], [0]):
-            case = grouped_attention(lengths, [1], (4, 1), 32, 16, torch.float32)
-            keys, values = (side.float() for side in case.pages[:2])
-            for pages in (case.pages, case.pages._replace(keys=keys, values=values)):
-                out = gqa_decode(case.q, pages, scale=case.scale, backend=backend)
-                assert (out - case.exact).norm() <= 3e-6 * case.exact.norm()
-    finally:
-        torch.set_num_threads(before)
-
-
 @compiled_prompts
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("at_once", [4096, 100])

@@ -31,13 +31,6 @@ def test_table_has_every_pair_once_and_a_reason_for_every_refusal():
     assert all(row.usable for row in rows if row.backend == "reference")
 
 
-def test_a_refused_backend_gives_its_reason_when_asked_for():
-    weight = random_weight("int4-asym-32", 24, 64, torch.Generator().manual_seed(8))
-    with pytest.raises(ValueError, match="multiples of 16"):
-        prepare(weight, backend="cpu")
-    assert prepare(weight).backend == "reference"
-
-
 def test_auto_never_expands_a_quantized_weight():
     rng = torch.Generator().manual_seed(9)
     for grid in ("int4-asym-128", "int8", "fp4"):
@@ -45,11 +38,6 @@ def test_auto_never_expands_a_quantized_weight():
         assert linear.backend != "expanded"
         assert linear.nbytes < 1.2 * 64 * 128
     assert prepare(random_weight("dense", 64, 128, rng)).backend == "expanded"
-
-
-def test_the_old_name_of_a_backend_names_the_new_one():
-    with pytest.raises(ValueError, match="'dense' is now called 'expanded'"):
-        prepare(random_weight("int8", 64, 128, torch.Generator().manual_seed(0)), backend="dense")
 
 
 def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest():
@@ -65,10 +53,8 @@ def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest():
 
 
 def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more():
-    weight, device = (
-        random_weight("int8", 32, 128, torch.Generator().manual_seed(0)),
-        torch.device("cpu"),
-    )
+    device = torch.device("cpu")
+    weight = random_weight("int8", 32, 128, torch.Generator().manual_seed(0))
     before = prepare(weight).backend
     prefer("reference", device)
     try:
@@ -81,20 +67,6 @@ def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more():
         with pytest.raises(ValueError, match=why):
             prefer(wrong, device)
         assert prepare(weight).backend == before
-
-
-TRITONS = {
-    "none": (None, "triton is not installed: pip install triton"),
-    "old": (
-        "__version__ = '3.1.0'",
-        "triton 3.1.0 is too old, 3.6 or newer is needed: pip install --upgrade triton",
-    ),
-    "of another machine": (
-        "raise ImportError('libtriton.so: wrong ELF class\\nand more')",
-        "triton is installed and cannot be imported: libtriton.so: wrong ELF class",
-    ),
-    "new": ("__version__ = '3.10.0+git1'", "no GPU here"),
-}
 
 
 @pytest.fixture
@@ -124,7 +96,7 @@ def a_triton(tmp_path, monkeypatch):
 
 DRIVER = """
 import subprocess, sys, types
-__version__ = "3.6.0"
+__version__ = "3.10.0+git1"
 class Driver:
     @property
     def active(self):
@@ -144,30 +116,25 @@ sys.modules["triton.runtime"] = runtime
         ),
         ("subprocess.run(['false'], check=True)", "returned non-zero exit status 1"),
         ("open('/nonexistent/gcc')", "No such file or directory"),
-        ("return types.SimpleNamespace(get_current_target=lambda: 'sm_86')", None),
+        ("return types.SimpleNamespace(get_current_target=lambda: 'sm_86')", "None"),
+        (None, "triton is not installed: pip install triton"),
+        ("__version__ = '3.1.0'", "triton 3.1.0 is too old, 3.6 or newer is needed"),
+        (
+            "raise ImportError('libtriton.so: wrong ELF class\\nand more')",
+            "triton is installed and cannot be imported: libtriton.so: wrong ELF class",
+        ),
     ],
 )
-def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
+def test_a_machine_on_which_triton_does_not_run_is_told_what_it_lacks(
     start, reason, a_triton, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    a_triton(DRIVER.replace("{start}", start))
-    found = why_unusable("linear_int4", "triton", torch.device("cuda"))
-    if reason is None:
-        assert found is None
-    else:
-        assert str(found).startswith("Triton does not start: ")
-        assert reason in str(found)
-        assert str(found).endswith("install gcc and python3-dev")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("which", TRITONS)
-def test_reasons_say_what_to_install(which, a_triton):
-    text, reason = TRITONS[which]
-    a_triton(text)
-    assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
+    whole = start is None or start.startswith(("__version__", "raise Import"))
+    a_triton(start if whole else DRIVER.replace("{start}", start))
+    found = str(why_unusable("linear_int4", "triton", torch.device("cuda")))
+    assert reason in found
+    assert whole or found == "None" or found.endswith("install gcc and python3-dev")
 
 
 def on_hopper(monkeypatch, *usable):
@@ -181,30 +148,26 @@ def on_hopper(monkeypatch, *usable):
 
 
 @pytest.mark.parametrize(
-    ("asked", "usable", "taken"),
+    ("grid", "asked", "usable", "taken"),
     [
-        ("auto", ("cuda", "triton", "reference"), "triton"),
-        ("cuda", ("cuda", "triton", "reference"), "triton"),
-        ("triton", ("cuda", "triton", "reference"), "triton"),
-        ("reference", ("cuda", "triton", "reference"), "reference"),
-        ("auto", ("cuda", "reference"), "cuda"),
-        ("auto", ("triton", "reference"), "triton"),
+        ("fp4", "auto", ("cuda", "triton", "reference"), "triton"),
+        ("fp4", "cuda", ("cuda", "triton", "reference"), "triton"),
+        ("fp4", "reference", ("cuda", "triton", "reference"), "reference"),
+        ("fp4", "auto", ("cuda", "reference"), "cuda"),
+        ("dense", "auto", ("triton", "expanded", "reference"), "expanded"),
     ],
 )
-def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(asked, usable, taken, monkeypatch):
+def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(
+    grid, asked, usable, taken, monkeypatch
+):
+    """Triton's linears of 16 bits serve many shapes, its kernels of a layer know silu alone."""
     device = on_hopper(monkeypatch, *usable)
-    assert serving_gates("fp4", asked, device) == taken
+    assert serving_gates(grid, asked, device) == taken
     prefer(asked if asked in usable else "auto", device)
     try:
-        assert serving_gates("fp4", "auto", device) == taken
+        assert serving_gates(grid, "auto", device) == taken
     finally:
         prefer("auto", device)
-
-
-def test_16_bit_experts_with_such_gates_are_none_of_tritons(monkeypatch):
-    """Its linears of 16 bits serve many shapes, its kernels of a layer know silu alone."""
-    device = on_hopper(monkeypatch, "triton", "expanded", "reference")
-    assert serving_gates("dense", "auto", device) == "expanded"
 
 
 class Told(Gating):

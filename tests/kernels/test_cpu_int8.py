@@ -86,25 +86,6 @@ def test_products_are_the_reference_bit_for_bit(dtype, kind, shapes, level, monk
 
 @compiled
 @vnni
-def test_any_number_of_threads_gives_the_same_bits():
-    rng, before, found = fresh(), torch.get_num_threads(), []
-    weight = random_weight("int8", 500, 384, rng)
-    linear, x = (
-        prepare(weight, dtype=torch.bfloat16),
-        torch.randn(37, 384, generator=rng).bfloat16(),
-    )
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(torch.cat([linear(x), linear(x[:5]), linear(x[:1])]))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(found[0], one) for one in found[1:]), rng.initial_seed()
-    assert torch.equal(found[0][:37][:5], found[0][37:42]), "a row's result depends on the others"
-
-
-@compiled
-@vnni
 @pytest.mark.parametrize("rows", [16, 32, 48, 64])
 def test_blocks_of_any_rows(rows):
     """Blocks laid out here, one after the other, the last half empty, for a processor may never
@@ -174,21 +155,3 @@ def test_steps_too_small_for_a_float_and_activations_that_are_none():
     )
     assert torch.equal(y[:4], reference[:4])
     assert y[4:].isnan().all()
-
-
-def test_without_a_compiler_torch_does_it_all(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "compiler" in str(build.why_no_library("int8"))
-    rng = fresh()
-    weight = random_weight("int8", 64, 256, rng)
-    for m in (1, 17):
-        x = torch.randn(m, 256, generator=rng).bfloat16()
-        linear = prepare(weight, dtype=torch.bfloat16)
-        assert linear.backend == "cpu"
-        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (
-            m,
-            rng.initial_seed(),
-        )
-    assert list(tmp_path.iterdir()) == []

@@ -61,17 +61,6 @@ def test_one_call_is_the_loop_bit_for_bit(hidden, intermediate, dtype):
 
 
 @one_call
-def test_a_token_gives_the_same_beside_others_and_alone():
-    rng = torch.Generator().manual_seed(3)
-    experts = layer(random_experts("int8", COUNT, 128, 64, rng), "cpu", torch.bfloat16)
-    x, (ids, weights) = torch.randn(21, 128, generator=rng).bfloat16(), routing(21, rng)
-    alone = [
-        experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1]) for row in range(21)
-    ]
-    assert torch.equal(experts(x, ids, weights), torch.cat(alone))
-
-
-@one_call
 def test_ids_are_checked_and_none_may_be_asked():
     rng = torch.Generator().manual_seed(4)
     experts = layer(random_experts("int8", COUNT, 64, 32, rng), "cpu", torch.float32)

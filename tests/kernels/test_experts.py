@@ -47,15 +47,16 @@ def test_experts_match_float64(grid, backend, dtype):
     # Two products with a rounding between them. An int8 step of the intermediate is 1/127 of its
     # largest value, in any dtype.
     tolerance = 2e-2 if grid == "int8" else 2 * TOLERANCE[dtype]
-    for tokens, top_k in ((1, 1), (1, 3), (5, 2), (33, 4)):
+    for tokens, top_k in ((0, 2), (1, 1), (1, 3), (5, 2), (33, 4), (19, 2)):
         x = torch.randn(tokens, HIDDEN, generator=rng).to(dtype)
         ids, topk_weights = routing(tokens, top_k, rng)
+        if tokens == 19:
+            ids[:] = 4  # the other experts are empty, this one is named twice
         y = experts(x, ids, topk_weights)
-        assert y.dtype == dtype
-        assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (
-            tokens,
-            rng.initial_seed(),
-        )
+        assert (y.dtype, y.shape) == (dtype, x.shape)
+        exact = exact_experts(x, ids, topk_weights, weights)
+        assert not tokens or distance(y, exact) < tolerance, (tokens, rng.initial_seed())
+        assert torch.equal(experts(x, ids.int(), topk_weights), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -97,21 +98,6 @@ def test_ids_of_no_expert_add_nothing(grid, backend):
         assert not found[:2].any()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not experts(x[:2], ids[:2].masked_fill(gone[:2], NO_EXPERT), topk_weights[:2]).any()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "fp4", "dense"])
-def test_all_tokens_on_one_expert_and_one_expert_twice(grid, backend):
-    skip_unusable(grid, backend, torch.bfloat16)
-    rng = torch.Generator().manual_seed(5)
-    weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
-    experts = layer(weights, backend, torch.bfloat16)
-    x = torch.randn(19, HIDDEN, generator=rng).bfloat16()
-    ids = torch.full((19, 2), 4)  # the other experts are empty, this one is named twice
-    topk_weights = torch.rand(19, 2, generator=rng)
-    exact = exact_experts(x, ids, topk_weights, weights)
-    assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
-    assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
 
 
 def test_experts_without_the_host_equal_sorted_ones():
@@ -171,15 +157,6 @@ def test_clamped_experts_with_biases_match_float64(grid, backend, biased):
         else (experts,)
     ):
         assert distance(compute(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
-
-
-def test_no_tokens():
-    rng = torch.Generator().manual_seed(6)
-    experts = layer(
-        random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32
-    )
-    none = experts(torch.zeros(0, HIDDEN), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
-    assert none.shape == (0, HIDDEN)
 
 
 def test_builder_takes_any_order_and_refuses_what_does_not_fit():

@@ -6,10 +6,12 @@ compiles for one card of each family, QUANTKIT_EVERY_CELL=1 for all.
 """
 
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
-from functools import partial
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -108,7 +110,7 @@ TYPES = {
     torch.int16: "i16",
 }
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
-HALF = torch.bfloat16
+HALF, SINGLE, INTS = torch.bfloat16, torch.float32, torch.int64
 
 
 def target_of(name):
@@ -124,8 +126,17 @@ class Recorder:
 
     def __init__(self, card):
         self.card, self.operator, self.lines = card, "", []
-        self.assembly = []
+        self.asked, self.assembly = set(), []
         self._seen = set()
+
+    def ask(self, operator, *args, **named):
+        self.begin(operator.__name__)
+        return operator(*args, **named, backend="triton")
+
+    def begin(self, operator):
+        """What is launched from now on is this operator's."""
+        self.operator = operator
+        self.asked.add(operator)
 
     def launch(self, kernel, *args, grid, warmup, **named):
         names = [parameter.name for parameter in kernel.params]
@@ -206,9 +217,7 @@ def used(compiled):
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-@pytest.fixture(
-    params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if EVERY else FEW)]
-)
+@pytest.fixture(params=MULTIPROCESSORS if EVERY else FEW)
 def card(request, monkeypatch):
     """The CPU takes itself for this card."""
     from quantkit_kernels import triton as backend
@@ -218,34 +227,21 @@ def card(request, monkeypatch):
         JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k)
     )
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    modules = (
-        "cards",
-        "linear",
-        "dense_linear",
-        "experts",
-        "delta",
-        "indexer",
-        "dense_experts",
-        "operators",
-        "rows",
-        "launch",
-        "wgmma",
-        "streams",
-        "compressed",
-    )
-    for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
-        found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
-        for function, answer in (
-            ("architecture", name),
-            ("multiprocessors", MULTIPROCESSORS[name]),
-            ("by_assembly", name.startswith("sm_")),
-        ):
-            if hasattr(found, function):
-                monkeypatch.setattr(found, function, lambda device, answer=answer: answer)
-    for one in (cards.decode_cut, cards.prefill_cut, cards.overlapped):
+    answers = {
+        "architecture": name,
+        "multiprocessors": MULTIPROCESSORS[name],
+        "by_assembly": name.startswith("sm_"),
+    }
+    for found in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}."):
+        module = import_module(found.name)
+        for function in answers.keys() & vars(module).keys():
+            answer = answers[function]
+            monkeypatch.setattr(module, function, lambda device, answer=answer: answer)
+    cuts = (cards.decode_cut, cards.prefill_cut, cards.overlapped)
+    for one in cuts:
         one.cache_clear()
     yield recorder
-    for one in (cards.decode_cut, cards.prefill_cut, cards.overlapped):
+    for one in cuts:
         one.cache_clear()
     print("\n".join(recorder.lines))
 
@@ -255,10 +251,8 @@ def zeros(*shape, dtype=HALF):
 
 
 def angles(tokens, rotary):
-    return Rotation(
-        zeros(tokens, rotary // 2, dtype=torch.float32),
-        zeros(tokens, rotary // 2, dtype=torch.float32),
-    )
+    side = zeros(tokens, rotary // 2, dtype=SINGLE)
+    return Rotation(side, side)
 
 
 def linear(grid, every=EVERY):
@@ -301,328 +295,190 @@ def experts(grid, gated=False):
         prepared(zeros(tokens, 2048), ids, zeros(tokens, 8, dtype=torch.float32))
 
 
-def linear_attention(by_channel, prompt):
+def linear_attention(card, by_channel):
     """Qwen3-Next's, and Kimi Linear's with narrower values."""
     groups, shared = (32, 1) if by_channel else (16, 2)
     width = 64 if by_channel else 128
     key, value = zeros(128, groups, 128), zeros(128, groups, shared, width)
-    gates = zeros(128, groups, shared, dtype=torch.float32)
-    decay = zeros(*gates.shape, *(128,) * by_channel, dtype=torch.float32)
+    gates = zeros(128, groups, shared, dtype=SINGLE)
+    decay = zeros(*gates.shape, *(128,) * by_channel, dtype=SINGLE)
     channels, heads = groups * (256 + shared * width), groups * shared
-    weights = DeltaWeights(
-        *(
-            zeros(*shape, dtype=torch.float32)
-            for shape in ((channels, 4), (heads,), (heads, *decay.shape[3:]))
-        ),
-        zeros(width),
-        1e-6,
-    )
+    shapes = ((channels, 4), (heads,), (heads, *decay.shape[3:]))
+    weights = DeltaWeights(*(zeros(*one, dtype=SINGLE) for one in shapes), zeros(width), 1e-6)
     states = DeltaStates(
-        zeros(2, 2, 3, channels, dtype=torch.float32),
-        zeros(2, 2, heads, 128, width, dtype=torch.float32),
-        zeros(2, 2, dtype=torch.int64),
+        zeros(2, 2, 3, channels, dtype=SINGLE),
+        zeros(2, 2, heads, 128, width, dtype=SINGLE),
+        zeros(2, 2, dtype=INTS),
     )
     inputs = DeltaInputs(key, key, value, value, decay, gates)
-    if prompt:
-        spans = DeltaSpans.of([DeltaSpan(1, 0, 128)], torch.device("cpu"))
-        delta_prefill(inputs, weights, states, spans, backend="triton")
-    else:
-        places = zeros(128, dtype=torch.int64)
-        delta_step(inputs, weights, states, places, places, backend="triton")
+    spans = DeltaSpans.of([DeltaSpan(1, 0, 128)], torch.device("cpu"))
+    card.ask(delta_prefill, inputs, weights, states, spans)
+    places = zeros(128, dtype=INTS)
+    card.ask(delta_step, inputs, weights, states, places, places)
 
 
-def residual_streams(tokens):
+def residual_streams(card, tokens):
     """DeepSeek-V4-Flash's, and independent ones, as Hy4's."""
     streams, gain = zeros(tokens, 4, 4096), zeros(4096)
 
-    def product(rows, scales):
+    def made(rows, scales, steps=20):
         shapes = ((rows, 4 * 4096), (rows,), (scales,))
-        return StreamProduct(*(zeros(*one, dtype=torch.float32) for one in shapes), 1e-6, 1e-6, 20)
+        return StreamProduct(*(zeros(*one, dtype=SINGLE) for one in shapes), 1e-6, 1e-6, steps)
 
-    before = (streams, product(24, 3), gain, 1e-6)
-    _, weights = weigh_streams(*before, backend="reference")
-    yield "weigh_streams", lambda: weigh_streams(*before, backend="triton")
-    yield "mix_streams", lambda: mix_streams(streams, streams[:, 0], weights, backend="triton")
-    apart = (streams, product(8, 2)._replace(steps=0), gain, 1e-6)
-    _, kept = weigh_streams(*apart, backend="reference")
-    yield "weigh_streams", lambda: weigh_streams(*apart, backend="triton")
-    yield "mix_streams", lambda: mix_streams(streams, streams[:, 0], kept, backend="triton")
-    end = product(4, 1)
-    yield "merge_streams", lambda: merge_streams(streams, end, gain, 1e-6, backend="triton")
+    for of in (made(24, 3), made(8, 2, steps=0)):
+        card.ask(weigh_streams, streams, of, gain, 1e-6)
+        _, weights = weigh_streams(streams, of, gain, 1e-6, backend="reference")
+        card.ask(mix_streams, streams, streams[:, 0], weights)
+    card.ask(merge_streams, streams, made(4, 1), gain, 1e-6)
 
 
-def windows(tokens):
+def windows(card, tokens):
     """DeepSeek-V4-Flash's: without entries, with all, with those chosen."""
-    q, ints = zeros(tokens, 64, 512), torch.int64
-    positions, sinks = zeros(tokens, dtype=ints), zeros(64, dtype=torch.float32)
+    q, positions = zeros(tokens, 64, 512), zeros(tokens, dtype=INTS)
     recent = RecentTokens(zeros(256, 512), positions, 129, 128)
     table, counts = zeros(tokens, 128, dtype=torch.int32), zeros(tokens, dtype=torch.int32)
     rows = ChosenEntries(zeros(tokens, 512, dtype=torch.int32), counts)
+    sinks = zeros(64, dtype=SINGLE)
     for rate, chosen in ((0, None), (128, None), (4, rows)):
         pages = EntryPages(zeros(64, 512), table, 64, rate) if rate else None
-        yield (
-            "compressed_attend",
-            partial(
-                compressed_attend, q, positions, recent, pages, chosen, sinks, scale=1.0,
-                backend="triton",
-            ),
-        )  # fmt: skip
-    norm, rotation = HeadNorm(None, 1e-6), angles(tokens, 64)
-    rings, single = zeros(2, 3, 128, 2560), torch.float32
-    for width, more in ((512, 128), (512, 0)):
-        raw = zeros(tokens, 4 * (width + more) if more else 2 * width)
-        rate = 4 if more else 128
+        card.ask(compressed_attend, q, positions, recent, pages, chosen, sinks, scale=1.0)
+    rotation = angles(tokens, 64)
+    for rate, widths in ((4, (512, 128)), (128, (512,))):
+        halves = len(widths)  # groups that overlap
         pools = [
             EntryPool(
-                zeros(rate, one * (2 if more else 1), dtype=single), zeros(one), 1e-6,
+                zeros(rate, halves * one, dtype=SINGLE), zeros(one), 1e-6,
                 EntryPages(zeros(64, one), table, 64, rate),
             )
-            for one in (width, more)[: 1 + (more > 0)]
+            for one in widths
         ]  # fmt: skip
-        where = RecentTokens(raw, positions, 137, 0)
-        yield (
-            "pool_entries",
-            partial(pool_entries, where, positions, pools, rotation, backend="triton"),
-        )
-    yield (
-        "store_recent",
-        lambda: store_recent(
-            zeros(tokens, 2560),
-            rings,
-            zeros(2, 3, dtype=ints),
-            positions,
-            positions,
-            backend="triton",
-        ),
-    )
-    yield "rotate_heads", lambda: rotate_heads(q, rotation, norm, backend="triton")
-    yield "rotate_heads", lambda: rotate_heads(q, rotation, back=True, backend="triton")
+        raw = zeros(tokens, 2 * halves * sum(widths))
+        card.ask(pool_entries, RecentTokens(raw, positions, 137, 0), positions, pools, rotation)
+    rings, ends = zeros(2, 3, 128, 2560), zeros(2, 3, dtype=INTS)
+    card.ask(store_recent, zeros(tokens, 2560), rings, ends, positions, positions)
+    card.ask(rotate_heads, q, rotation, HeadNorm(None, 1e-6))
+    card.ask(rotate_heads, q, rotation, back=True)
 
 
-def indexer(one_sequence, prepare=False):
-    """DeepSeek-V3.2's, over 8,192 tokens and 65,536."""
-    q, single = zeros(4, 64, 128), torch.float32
-    places, keys = zeros(4, dtype=torch.int64), zeros(2, 64, 128)
-    if prepare:
-        norm = IndexNorm(zeros(128, dtype=single), zeros(128, dtype=single), 1e-6)
-        index_prepare(q, q[:, 0], norm, angles(4, 64), keys, places, backend="triton")
-        return
-    for blocks in (128, 1024):
-        table = zeros(1 if one_sequence else 4, blocks, dtype=torch.int32)
-        pages, weights = IndexPages(keys, table), zeros(4, 64, dtype=single)
-        index_topk(q, weights, pages, places, 2048, backend="triton")
+def indexer(card):
+    """DeepSeek-V3.2's, over 8,192 tokens and 65,536, of one sequence and of four."""
+    q, places, keys = zeros(4, 64, 128), zeros(4, dtype=INTS), zeros(2, 64, 128)
+    norm = IndexNorm(zeros(128, dtype=SINGLE), zeros(128, dtype=SINGLE), 1e-6)
+    card.ask(index_prepare, q, q[:, 0], norm, angles(4, 64), keys, places)
+    for sequences, blocks in product((1, 4), (128, 1024)):
+        pages = IndexPages(keys, zeros(sequences, blocks, dtype=torch.int32))
+        card.ask(index_topk, q, zeros(4, 64, dtype=SINGLE), pages, places, 2048)
 
 
-def selected_prompt():
-    """Attention of DeepSeek-V3.2's prompts, where it reads a selection."""
+def latent_attention(card):
+    rotation, slots = angles(8, 64), zeros(8, dtype=INTS)
+    norms, codes = Norms(zeros(1536), zeros(512), 1e-6), torch.float8_e4m3fn
+    plain = zeros(64, 64, 576)
+    coded = empty_latents((2, 64), 512, 64, codes, HALF, torch.device("cpu"))
+    for cache in (plain, coded):
+        card.ask(mla_prepare, zeros(8, 2112), norms, rotation, cache, slots)
+    for rows, heads, cache in ((1, 128, plain), (8, 16, plain), (1, 128, coded), (32, 32, coded)):
+        pages = PagedLatents(cache, zeros(rows, 64, dtype=INTS), zeros(rows, dtype=INTS))
+        q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
+        card.ask(mla_decode, q, kv_b, angles(rows, 64), pages, scale=1.0)
+
+
+def grouped_attention(card):
+    norms, slots = Norms(zeros(128), zeros(128), 1e-6), zeros(8, dtype=INTS)
+    coded = empty_keys((2, 64, 8, 128), torch.int8, torch.device("cpu"))
+    for cache in ((zeros(2, 64, 8, 128), zeros(2, 64, 8, 128)), coded):
+        card.ask(gqa_prepare, zeros(8, 48 * 128), norms, angles(8, 128), cache, slots)
+    table, lengths = zeros(2, 64, dtype=INTS), zeros(2, dtype=INTS)
+    pages = PagedKeys(*coded[:2], table, lengths, scales=coded.scales)
+    card.ask(gqa_decode, zeros(2, 32, 128), pages, scale=1.0)
+    for width, heads, window in HEADS:
+        side = zeros(64, 64, 8, width)
+        pages = PagedKeys(side, side, table, lengths)
+        card.ask(gqa_decode, zeros(2, heads, width), pages, scale=1.0, window=window)
+
+
+HEADS = ((128, 32, 0), (64, 64, 128), (256, 16, 0))
+"""Width and number of heads, and the window of decoding."""
+
+
+def prompts(card):
+    """Attention of prompts; of DeepSeek-V3.2's with a selection, where it reads one."""
+    for width, heads, _ in HEADS:
+        side, of = zeros(64, 64, 8, width), Prompts.of([(0, 256)], zeros(1, 4, dtype=INTS))
+        card.ask(gqa_prefill, zeros(256, heads, width), (side, side), of, scale=1.0)
     q, kv_b, rotation = zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64)
-    prompts = Prompts.of([(0, 64)], zeros(1, 1, dtype=torch.int32))
+    given = (q, kv_b, rotation, zeros(1, 64, 576))
+    whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=torch.int32))
+    card.ask(mla_prefill, *given, whole, scale=1.0)
     if takes_selected(q, kv_b, 64, 64, backend="triton"):
         places = zeros(64, 16, dtype=torch.int32)
         selected = TopTokens(places, places, places[:, 0])
-        cache = zeros(1, 64, 576)
-        mla_prefill(
-            q, kv_b, rotation, cache, prompts, scale=1.0, selected=selected, backend="triton"
-        )
+        card.ask(mla_prefill, *given, whole, scale=1.0, selected=selected)
 
 
-def operators():
+def operators(card):
     """Every operator, at R1's sizes and at those of models with grouped queries."""
-    yield "experts_dense", lambda: experts("dense")
-    yield "linear_dense", few_rows_of_16_bits
+    card.begin("experts_dense")
+    experts("dense")
+    card.begin("linear_dense")
+    few_rows_of_16_bits()
     for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
-        yield f"linear_{kind}", lambda grid=grid: linear(grid)
-        yield f"experts_{kind}", lambda grid=grid: experts(grid)
-        yield f"gated_experts_{kind}", lambda grid=grid: experts(grid, gated=True)
+        card.begin(f"linear_{kind}")
+        linear(grid)
+        for gated in (False, True):
+            card.begin(f"experts_{kind}")
+            experts(grid, gated)
     x, rule = zeros(8, 7168), Routing(256, 8, n_group=8, topk_group=4, num_joined_experts=1)
-    single, ints = torch.float32, torch.int64
-    yield "rms_norm", lambda: rms_norm(x, x[0], 1e-6, backend="triton")
-    yield "add_rms_norm", lambda: add_rms_norm(x, x, x[0], 1e-6, backend="triton")
-    yield "silu_and_mul", lambda: silu_and_mul(x, backend="triton")
-    yield (
-        "gate_and_mul",
-        lambda: gate_and_mul(x, Gating(1.702, 7.0, 1.0, 4.0, 25.0), backend="triton"),
-    )
-    yield "likeliest", lambda: likeliest(zeros(8, 129280, dtype=single), backend="triton")
-    yield (
-        "route",
-        lambda: route(
-            zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton"
-        ),
-    )
-    by_table = zeros(8, 8, dtype=ints)
-    yield (
-        "route_chosen",
-        lambda: route_chosen(zeros(8, 256, dtype=single), by_table, rule, backend="triton"),
-    )
-    yield (
-        "moe_gate",
-        lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton"),
-    )
-    yield (
-        "float32_linear",
-        lambda: float32_linear(x[:1], zeros(64, 7168, dtype=single), backend="triton"),
-    )
-    yield (
-        "rope",
-        lambda: rope(
-            zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton"
-        ),
-    )
-    norms, slots = Norms(zeros(1536), zeros(512), 1e-6), zeros(8, dtype=ints)
-    yield (
-        "mla_prepare",
-        lambda: mla_prepare(
-            zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton"
-        ),
-    )
-    codes = empty_latents((2, 64), 512, 64, torch.float8_e4m3fn, HALF, torch.device("cpu"))
-    yield (
-        "mla_prepare",
-        lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), codes, slots, backend="triton"),
-    )
-    for rows, heads, cache in (
-        (1, 128, zeros(64, 64, 576)),
-        (8, 16, zeros(64, 64, 576)),
-        (1, 128, codes),
-        (32, 32, codes),
-    ):
-        pages = PagedLatents(cache, zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
-        q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
-        yield (
-            "mla_decode",
-            lambda q=q, kv_b=kv_b, pages=pages: mla_decode(
-                q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton"
-            ),
-        )
-    of_head, cache = (
-        Norms(zeros(128), zeros(128), 1e-6),
-        (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128)),
-    )
-    yield (
-        "gqa_prepare",
-        lambda: gqa_prepare(
-            zeros(8, 48 * 128), of_head, angles(8, 128), cache, slots, backend="triton"
-        ),
-    )
-    coded = empty_keys((2, 64, 8, 128), torch.int8, torch.device("cpu"))
-    yield (
-        "gqa_prepare",
-        lambda: gqa_prepare(
-            zeros(8, 48 * 128), of_head, angles(8, 128), coded, slots, backend="triton"
-        ),
-    )
-    of_codes = PagedKeys(
-        *coded[:2], zeros(2, 64, dtype=ints), zeros(2, dtype=ints), scales=coded.scales
-    )
-    yield "gqa_decode", lambda: gqa_decode(zeros(2, 32, 128), of_codes, scale=1.0, backend="triton")
-    for width, heads, window in ((128, 32, 0), (64, 64, 128), (256, 16, 0)):
-        side, q = zeros(64, 64, 8, width), zeros(2, heads, width)
-        keys = PagedKeys(side, side, zeros(2, 64, dtype=ints), zeros(2, dtype=ints))
-        yield (
-            "gqa_decode",
-            lambda q=q, keys=keys, window=window: gqa_decode(
-                q, keys, scale=1.0, window=window, backend="triton"
-            ),
-        )
-        long, several = zeros(256, heads, width), Prompts.of([(0, 256)], zeros(1, 4, dtype=ints))
-        yield (
-            "gqa_prefill",
-            lambda q=long, side=side, p=several: gqa_prefill(
-                q, (side, side), p, scale=1.0, backend="triton"
-            ),
-        )
+    logits = zeros(8, 256, dtype=SINGLE)
+    card.ask(rms_norm, x, x[0], 1e-6)
+    card.ask(add_rms_norm, x, x, x[0], 1e-6)
+    card.ask(silu_and_mul, x)
+    card.ask(gate_and_mul, x, Gating(1.702, 7.0, 1.0, 4.0, 25.0))
+    card.ask(likeliest, zeros(8, 129280, dtype=SINGLE))
+    card.ask(route, logits, logits[0], rule)
+    card.ask(route_chosen, logits, zeros(8, 8, dtype=INTS), rule)
+    card.ask(moe_gate, x, zeros(256, 7168, dtype=SINGLE), None, rule)
+    card.ask(float32_linear, x[:1], zeros(64, 7168, dtype=SINGLE))
+    card.ask(rope, zeros(8, 128, 64), zeros(8, dtype=INTS), *angles(64, 64)[:2])
+    latent_attention(card)
+    grouped_attention(card)
     for by_channel in (False, True):
-        yield "delta_step", partial(linear_attention, by_channel, False)
-        yield "delta_prefill", partial(linear_attention, by_channel, True)
+        linear_attention(card, by_channel)
     for tokens in (1, 128):
-        yield from residual_streams(tokens)
+        residual_streams(card, tokens)
     for tokens in (1, 512):
-        yield from windows(tokens)
-    for one_sequence in (True, False):
-        yield "index_topk", partial(indexer, one_sequence)
-    yield "index_prepare", lambda: indexer(True, prepare=True)
-    whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
-    yield "mla_prefill", selected_prompt
-    yield (
-        "mla_prefill",
-        lambda: mla_prefill(
-            zeros(64, 16, 192),
-            zeros(16, 256, 512),
-            angles(64, 64),
-            zeros(1, 64, 576),
-            whole,
-            scale=1.0,
-            backend="triton",
-        ),
-    )
+        windows(card, tokens)
+    indexer(card)
+    prompts(card)
 
 
 def test_every_operator_compiles_within_the_limits_of_the_card(card):
-    for card.operator, run in operators():
-        run()
-    assert len({line.split()[1] for line in card.lines}) == len({name for name, _ in operators()})
+    operators(card)
+    assert {line.split()[1] for line in card.lines} == card.asked
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(card):
-    card.operator = "linear_int8"
+def test_on_hopper_products_are_by_wgmma(card):
+    """One is under way while the next is issued, and softmax runs beside it; and the memory of a
+    barrier is nothing else's. PTX wants it so for as long as it is not invalidated: prompts'
+    attention, where it was not so, never ended beside another process."""
+    prompts(card)
+    card.begin("linear_int8")
     linear("int8", every=True)
-    by_wgmma = [text for name, text in card.assembly if name == "multiply_int8"]
-    assert len(by_wgmma) >= 4
-    for text in by_wgmma:
+    made = {
+        name: [text for one, text in card.assembly if one == name]
+        for name in ("attend_prompts", "multiply_int8")
+    }
+    assert min(map(len, made.values())) >= 4
+    for text in (text for texts in made.values() for text in texts):
         assert "wgmma.mma_async.sync.aligned" in text
         assert "cp.async.bulk.tensor" in text
         assert "wgmma.wait_group.sync.aligned 1;" in text
-
-
-@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card):
-    for card.operator, run in operators():
-        if card.operator.endswith("_prefill"):
-            run()
-    by_wgmma = [text for name, text in card.assembly if name == "attend_prompts"]
-    assert len(by_wgmma) >= 4
-    assert not any("mma.sync" in text for text in by_wgmma)
-    loops = []
-    for text in by_wgmma:
-        assert "cp.async.bulk.tensor" in text
-        _, *under_way = text.split("wgmma.wait_group.sync.aligned 1;")
-        loops.append(len(under_way))
-        assert all(
-            "ex2.approx" in part.split("wgmma.wait_group.sync.aligned 0;")[0] for part in under_way
+        initialized = (
+            r"add\.s32 \s*%r\d+, %r\d+, (\d+);\n\s*// begin inline asm\n\s*@%p\d+ mbarrier\.init"
         )
-    # Blocks without a mask and with one, of both partitions; of a selection all have a mask.
-    assert sorted(loops) == [2, *(4 for _ in by_wgmma[1:])]
-
-
-@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_on_hopper_the_memory_of_a_barrier_is_nothing_elses(card):
-    """PTX wants it so for as long as it is not invalidated; prompts' attention, where it was not
-    so, never ended beside another process."""
-    for card.operator, run in operators():
-        if card.operator.endswith("_prefill"):
-            run()
-    card.operator = "linear_int8"
-    linear("int8", every=True)
-    found = [
-        text
-        for name, text in card.assembly
-        if name in ("attend_prompts", "multiply_int8") and "mbarrier.init" in text
-    ]
-    assert len(found) >= 8
-    for text in found:
-        barriers = set(
-            map(
-                int,
-                re.findall(
-                    r"add\.s32 \s*%r\d+, %r\d+, (\d+);\n\s*// begin inline asm\n\s*@%p\d+ "
-                    r"mbarrier\.init",
-                    text,
-                ),
-            )
-        )
-        assert len(barriers) == text.count("mbarrier.init")
+        barriers = set(map(int, re.findall(initialized, text)))
+        assert len(barriers) == text.count("mbarrier.init") > 0
         stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+) \s*\[global_smem\+(\d+)\]", text)
         written = {
             int(at) + byte
@@ -630,3 +486,12 @@ def test_on_hopper_the_memory_of_a_barrier_is_nothing_elses(card):
             for byte in range(int(many or 1) * int(bits) // 8)
         }
         assert not written & {at + byte for at in barriers for byte in range(8)}
+    loops = []
+    for text in made["attend_prompts"]:
+        assert "mma.sync" not in text
+        _, *under_way = text.split("wgmma.wait_group.sync.aligned 1;")
+        loops.append(len(under_way))
+        beside = [part.split("wgmma.wait_group.sync.aligned 0;")[0] for part in under_way]
+        assert all("ex2.approx" in part for part in beside)
+    # Blocks without a mask and with one, of both partitions; of a selection all have a mask.
+    assert sorted(loops) == [2, *(4 for _ in loops[1:])]
