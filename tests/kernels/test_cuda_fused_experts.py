@@ -33,6 +33,13 @@ def built(grid, count, hidden, intermediate, dtype, rng):
     return experts, few
 
 
+def asked(tokens, top_k, count, hidden, dtype, rng):
+    """x, ids of different experts, and weights."""
+    x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
+    ids = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+    return x, ids, torch.rand(tokens, top_k, generator=rng, device=DEVICE)
+
+
 # Fewer chunks of K than warps, a number of them that warps share unevenly, and more strips than
 # blocks.
 @pytest.mark.parametrize(
@@ -43,31 +50,20 @@ def built(grid, count, hidden, intermediate, dtype, rng):
 def test_few_tokens_match_float64(grid, dtype, hidden, intermediate, count):
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
-    rng = torch.Generator(DEVICE)
-    rng.manual_seed(seed := 0)
+    rng = torch.Generator(DEVICE).manual_seed(0)
     experts, few = built(grid, count, hidden, intermediate, dtype, rng)
     held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
     # As many pairs as one warp lists, as are listed by rank, as one for every thread of a block, as
     # two, and more.
     for tokens, top_k in ((1, 1), (5, 6), (11, 3), (32, 4), (33, 4), (100, 3), (180, 3)):
-        x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
-        spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
-        weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
-        for ids in (
-            spread,
-            torch.full_like(spread, 4),
-            spread.int(),
-        ):  # with experts left empty, and one named several times
+        x, spread, weights = asked(tokens, top_k, count, hidden, dtype, rng)
+        # With experts left empty, and one named several times.
+        for ids in (spread, torch.full_like(spread, 4), spread.int()):
             exact = exact_experts(x, ids, weights, few)
             for tiles in (1, 2):
-                y = fused_experts(*held, x, ids, weights, tiles).summed()
-                assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles, seed)
-                assert torch.equal(y, fused_experts(*held, x, ids, weights, tiles).summed()), (
-                    tokens,
-                    top_k,
-                    tiles,
-                    seed,
-                )
+                y, again = (fused_experts(*held, x, ids, weights, tiles).summed() for _ in range(2))
+                assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles)
+                assert torch.equal(y, again), (tokens, top_k, tiles)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,14 +73,11 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(grid, dtype):
     left for; an expert named twice."""
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
-    rng = torch.Generator(DEVICE)
-    rng.manual_seed(seed := 0)
+    rng = torch.Generator(DEVICE).manual_seed(0)
     for hidden, intermediate in ((256, 128), (1152, 384), (2048, 1024)):
         experts, few = built(grid, 9, hidden, intermediate, dtype, rng)
         for top_k in (1, 6):
-            x = torch.randn(1, hidden, generator=rng, device=DEVICE).to(dtype)
-            spread = torch.rand(1, 9, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
-            weights = torch.rand(1, top_k, generator=rng, device=DEVICE)
+            x, spread, weights = asked(1, top_k, 9, hidden, dtype, rng)
             for ids in (spread, torch.full_like(spread, 4), spread.int()):
                 exact = exact_experts(x, ids, weights, few)
                 for plans in (
@@ -92,19 +85,10 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(grid, dtype):
                     (TokensInSharedPlan(1, 3, 2), TokensInSharedPlan(1, 7, 3)),
                     (TokensInSharedPlan(1, 18, 4), TokensInSharedPlan(1, 5, 8)),
                 ):
-                    y = experts.two_products(x, ids, weights, plans)
-                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
-                    assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (
-                        hidden,
-                        top_k,
-                        plans,
-                        seed,
-                    )
-                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (
-                    hidden,
-                    top_k,
-                    seed,
-                )
+                    y, again = (experts.two_products(x, ids, weights, plans) for _ in range(2))
+                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans)
+                    assert torch.equal(y, again), (hidden, top_k, plans)
+                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 40])
@@ -114,9 +98,7 @@ def test_unsummed_pairs_add_up_to_the_call(grid, tokens):
     rng = torch.Generator(DEVICE).manual_seed(4)
     experts, _ = built(grid, 24, 1024, 512, torch.bfloat16, rng)
     for _ in range(3):  # counters are zero again behind each
-        x = torch.randn(tokens, 1024, generator=rng, device=DEVICE).bfloat16()
-        ids = torch.rand(tokens, 24, generator=rng, device=DEVICE).topk(6, dim=-1).indices
-        weights = torch.rand(tokens, 6, generator=rng, device=DEVICE)
+        x, ids, weights = asked(tokens, 6, 24, 1024, torch.bfloat16, rng)
         expected, found = experts(x, ids, weights), experts.unsummed(x, ids, weights)
         assert isinstance(found, UnsummedPairs) == (grid != "int8" and tokens < 40)
         assert torch.equal(found.summed() if isinstance(found, UnsummedPairs) else found, expected)
@@ -130,11 +112,7 @@ def test_replays_of_a_graph_with_changing_routing(grid):
     used."""
     rng = torch.Generator(DEVICE).manual_seed(3)
     experts, few = built(grid, 24, 512, 256, torch.bfloat16, rng)
-    x, ids = (
-        torch.randn(16, 512, generator=rng, device=DEVICE).bfloat16(),
-        torch.zeros(16, 4, dtype=torch.int64, device=DEVICE),
-    )
-    weights = torch.rand(16, 4, generator=rng, device=DEVICE)
+    x, ids, weights = asked(16, 4, 24, 512, torch.bfloat16, rng)
     experts(x, ids, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -144,9 +122,7 @@ def test_replays_of_a_graph_with_changing_routing(grid):
             torch.randint(0, 1 + turn % 24, (16, 4), generator=rng, device=DEVICE)
         )  # some counters lie fallow and come back
         graph.replay()
-        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], (
-            turn
-        )
+        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16]
 
 
 # One launch of both products; a launch each for int8; pairs sorted, in tiles that are rounded and
@@ -158,10 +134,8 @@ def test_pairs_of_no_expert_add_nothing(grid, tokens):
     rng = torch.Generator(DEVICE).manual_seed(tokens)
     experts, few = built(grid, 12, 512, 1024, torch.bfloat16, rng)
     experts.routed_share = 0.5
-    x = torch.randn(tokens, 512, generator=rng, device=DEVICE).bfloat16()
-    ids = torch.rand(tokens, 12, generator=rng, device=DEVICE).topk(4, dim=-1).indices.int()
-    weights = torch.rand(tokens, 4, generator=rng, device=DEVICE)
-    gone = torch.rand(tokens, 4, generator=rng, device=DEVICE) < 0.5
+    x, ids, weights = asked(tokens, 4, 12, 512, torch.bfloat16, rng)
+    ids, gone = ids.int(), torch.rand(tokens, 4, generator=rng, device=DEVICE) < 0.5
     gone[0] = torch.tensor([True, False, True, False], device=DEVICE) if tokens == 1 else True
     found = experts(x, ids.masked_fill(gone, NO_EXPERT), weights)
     assert tokens == 1 or not found[0].any()

@@ -15,20 +15,16 @@ def unsigned(words):
     return [word & 0xFFFFFFFF for word in words.tolist()]
 
 
-def bf16(bits):
-    return (
-        torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16)
-        .view(torch.bfloat16)
-        .item()
-    )
+def number(bits, dtype):
+    """Of 16 bits."""
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype).item()
 
 
-def fp16(bits):
-    return (
-        torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16)
-        .view(torch.float16)
-        .item()
-    )
+def place_of(row, column):
+    """Of a code of four bits in its step of 64 columns: tile, h and g of its row; half, q, b and e of
+    its column."""
+    side = row // 16, row % 16 // 8, row % 8
+    return *side, column // 32, column % 32 // 8, column % 4 // 2, column % 2
 
 
 def read_int8(packed, words, step, row, column):
@@ -40,20 +36,12 @@ def read_int8(packed, words, step, row, column):
 
 
 def read_int4(packed, words, step, row, column, group):
-    tile, h, g, half, q, b, e = (
-        row // 16,
-        row % 16 // 8,
-        row % 8,
-        column // 32,
-        column % 32 // 8,
-        column % 4 // 2,
-        column % 2,
-    )
+    tile, h, g, half, q, b, e = place_of(row, column)
     word = words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + column % 8 // 4]
     by = 4 * (h + 2 * b)
     code = (((word >> by) | (word << (32 - by))) >> (16 * e + 3)) & 15
     index = step * 2 + half if group == 32 else step if group == 64 else step // 2
-    scale = fp16(int(packed.scales.view(torch.int16)[index * 64 + g * 8 + tile * 2 + h]) & 0xFFFF)
+    scale = float(packed.scales.view(torch.float16)[index * 64 + g * 8 + tile * 2 + h])
     zero = (
         8
         if packed.zeros is None
@@ -63,15 +51,7 @@ def read_int4(packed, words, step, row, column, group):
 
 
 def read_fp4(packed, words, step, row, column):
-    tile, h, g, half, q, b, e = (
-        row // 16,
-        row % 16 // 8,
-        row % 8,
-        column // 32,
-        column % 32 // 8,
-        column % 4 // 2,
-        column % 2,
-    )
+    tile, h, g, half, q, b, e = place_of(row, column)
     j, field = column % 8 // 4, h + 2 * b
     first, second = (
         words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + i] >> (16 * e) & 0xFFFF
@@ -80,7 +60,7 @@ def read_fp4(packed, words, step, row, column):
     left = ((first << 1) & 0x9000) | ((first >> 7) & 0x48) | ((second >> 6) & 0x1B0)
     bits = left << (3 * j) if field == 3 else (second if j else first) << (3 * field)
     scale = int(packed.scales[step * 256 + (q // 2) * 128 + g * 16 + tile * 4 + 2 * h + half])
-    return bf16(bits & 0x81C0) * bf16((scale << 4) | 0x7000)
+    return number(bits & 0x81C0, torch.bfloat16) * number((scale << 4) | 0x7000, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

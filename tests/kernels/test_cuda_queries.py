@@ -62,20 +62,10 @@ def test_one_launch_gives_the_bits_of_two(grid, dtype, ranks, rows):
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE).manual_seed(rows)
-    q_b, together = (
-        prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda", dtype=dtype),
-        0,
-    )
-    for tokens, interleaved in (
-        (1, True),
-        (1, False),
-        (2, True),
-        (4, False),
-        (8, True),
-        (9, True),
-        (16, False),
-    ):
-        case = Case(tokens, ranks, dtype, interleaved)
+    q_b = prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda", dtype=dtype)
+    together = 0
+    for at, tokens in enumerate((1, 1, 2, 4, 8, 9, 16)):
+        case = Case(tokens, ranks, dtype, interleaved=at % 2 == 0)
         q_a, expected_cache = case.run(functional.mla_prepare)
         queries, cache = case.run(functional.mla_queries, q_b)
         assert torch.equal(queries, q_b(q_a)), tokens
@@ -91,21 +81,16 @@ def test_what_the_kernel_does_not_take_is_computed_by_two():
         ("int4-sym-128", 6144, R1, 17),
         ("int4-sym-128", 4096, (2176, 512, 64), 1),
     ):
-        case, q_b = (
-            Case(tokens, ranks, torch.bfloat16),
-            prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda"),
-        )
+        case = Case(tokens, ranks, torch.bfloat16)
+        q_b = prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda")
         assert case.run(cuda.mla_queries, q_b)[0] is None
         assert torch.equal(
             case.run(functional.mla_queries, q_b)[0], q_b(case.run(functional.mla_prepare)[0])
         )
-    case, q_b = (
-        Case(1, R1, torch.bfloat16),
-        prepare(random_weight("int4-sym-128", 6144, 1536, rng), backend="cuda"),
-    )
-    assert case.run(cuda.mla_queries, lambda x: q_b(x))[0] is None, (
-        "another call than a linear's may do more"
-    )
+    case = Case(1, R1, torch.bfloat16)
+    q_b = prepare(random_weight("int4-sym-128", 6144, 1536, rng), backend="cuda")
+    other = case.run(cuda.mla_queries, lambda x: q_b(x))[0]
+    assert other is None, "another call than a linear's may do more"
 
 
 @pytest.mark.parametrize("users", [1, 8, 16])
@@ -137,8 +122,7 @@ def test_attention_behind_it_reads_the_newest_token(users):
         return torch.stack(found)
 
     def together(*where):
-        found = cuda.mla_queries(*where, q_b)
-        return found
+        return cuda.mla_queries(*where, q_b)
 
     step(together)
     torch.cuda.synchronize()

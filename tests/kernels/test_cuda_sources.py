@@ -84,21 +84,12 @@ def test_pointers_to_structures_name_the_structure():
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
 def test_structures_have_the_fields_of_the_source(structure):
+    """And lie in no namespace: a function of C with a type of an unnamed one compiles, and nobody
+    can call it."""
     assert fields(structure.__name__) == [(name, kind) for name, kind, *_ in structure._fields_]
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
-def test_structures_lie_in_no_namespace(structure):
-    """A function of C with a type of an unnamed namespace compiles, and nobody can call it."""
     for text in SOURCES:
         before, found, _ = text.partition(f"struct {structure.__name__} {{")
         assert not found or before.count("{") == before.count("}"), structure
-
-
-def test_every_included_file_is_there():
-    for text in SOURCES:
-        for name in re.findall(r'#include "(.*)"', text):
-            assert (build.SOURCES / name).is_file(), name
 
 
 def test_no_load_is_moved_past_the_wait_for_the_predecessor():
