@@ -23,45 +23,34 @@ def twin(name):
 def compiled(source, folder):
     """A source with `launch` over the CPU's version of Ascend C."""
     library = folder / f"{source.stem}.so"
-    options = [
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        "-I",
-        str(CPU),
-        "-I",
-        str(SOURCES),
-    ]
-    subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
+    options = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    folders = ["-I", str(CPU), "-I", str(SOURCES)]
+    subprocess.run(["g++", *options, *folders, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
-def launch(
-    kernel,
-    cores,
-    order,
-    operands,
-    sizes,
-):
+def launch(kernel, cores, order, operands, sizes):
     """One launch, the operands between guard pages; what breaks a rule of the headers ends the
     process that runs it.
 
     order: one of ORDERS; rules.cpp takes another choice for it.
     """
 
-    def run(pointers):
-        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
-        kernel.launch(
-            ctypes.c_uint32(cores),
-            ctypes.c_uint32(order),
-            addresses,
-            (ctypes.c_uint32 * len(sizes))(*sizes),
-        )
+    run_guarded(lambda pointers: _run(kernel, cores, order, pointers, sizes), operands)
 
-    run_guarded(run, operands)
+
+def _run(kernel, cores, order, pointers, sizes):
+    addresses = (ctypes.c_void_p * len(pointers))(*pointers)
+    numbers = (ctypes.c_uint32 * len(sizes))(*sizes)
+    kernel.launch(ctypes.c_uint32(cores), ctypes.c_uint32(order), addresses, numbers)
+
+
+def hbm_read(kernel, cores, parts, operands, sizes):
+    """Bytes that the parts of so many cores read of the HBM in one launch."""
+    _run(kernel, cores, 0, [one.data_ptr() for one in operands], sizes)
+    counts = [(ctypes.c_uint64 * 8)() for _ in range(parts)]  # Counts of the CPU's version
+    assert all(kernel.counts_of(part, ctypes.byref(one)) for part, one in enumerate(counts))
+    return sum(one[2] for one in counts)
 
 
 def poison(*shape, dtype):
