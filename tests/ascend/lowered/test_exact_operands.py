@@ -1,16 +1,16 @@
 """Every kernel on operands whose result float32 holds exactly, in any order of its sums: whole
 numbers of x and codes, scales of two bits, a factor that fp16 does not hold. So the result is
-float64's, rounded once where it is stored, to the bit."""
+float64's, rounded once where it is stored, to the bit; and nothing is written behind it."""
 
 import pytest
 import torch
 from ascend import npu_double
 from ascend.lowered.ascend_ir import execute
-from ascend.row_blocks import in_order
 from quantkit_kernels import Fp4, Int4, Int8, dequantize
 from quantkit_kernels.ascend import launch, layout
 
 FACTORS = (2.0**40, 2.0**-40)
+CANARY = 12345.0
 GRIDS = ("int4-32", "int4-128", "fp4")
 
 
@@ -63,6 +63,17 @@ def times(x, weight):
     return x.double() @ dequantize(weight, torch.float64).T
 
 
+def each(x, experts, weights):
+    """Every row by its expert."""
+    pairs = zip(x.split(1), experts.tolist(), strict=True)
+    return torch.cat([times(row, weights[expert]) for row, expert in pairs])
+
+
+def room(rows, n):
+    """Rows to write, and the memory behind them, in which nothing is to be written."""
+    return torch.full((rows + 1, n), CANARY).bfloat16().split([rows, 1])
+
+
 LARGE = 2.0**17
 """Times a code more than fp16 holds."""
 
@@ -76,34 +87,36 @@ def integers(rows, k, rng, low=-4, high=5):
 def test_rows(grid, factor):
     rng = torch.Generator().manual_seed(1)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
-    x, out, experts = (
-        LARGE * integers(3, 256, rng),
-        torch.zeros(3, 72).bfloat16(),
-        torch.tensor([1, 0, 1], dtype=torch.int32),
-    )
+    x, experts = LARGE * integers(3, 256, rng), torch.tensor([1, 0, 1], dtype=torch.int32)
+    out, behind = room(3, 72)
     run(launch.rows(packed_of(weights), x, experts, out))
-    exact = torch.cat(
-        [times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())]
-    )
-    assert torch.equal(out, exact.bfloat16())
+    assert torch.equal(out, each(x, experts, weights).bfloat16())
+    assert bool((behind == CANARY).all())
 
 
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("factor", "bm"), zip(FACTORS, (16, 32)))
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("blocks"))
-def test_blocks(grid, factor):
-    rng = torch.Generator().manual_seed(2)
-    weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
-    x, out, experts = (
-        integers(20, 256, rng),
-        torch.zeros(20, 72).bfloat16(),
-        torch.tensor([1, 0], dtype=torch.int32),
+def test_blocks(grid, factor, bm):
+    """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are
+    left alone."""
+    rng, m = torch.Generator().manual_seed(2), 3 * bm + 8
+    weights = [whole(grid, 152, 256, factor, rng) for _ in range(2)]
+    first, last = torch.tensor(
+        [[3, 0, bm + 3, bm + 4, m - bm], [bm + 3, bm, bm + 4, 2 * bm + 1, m]], dtype=torch.int32
     )
-    scale = 2.0 ** torch.randint(-2, 3, (20,), generator=rng)
-    by = scale if grid == "int8" else torch.full((20,), LARGE)
+    of = launch.Blocks(bm, torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32), first, last)
+    x, scale = integers(m, 256, rng), 2.0 ** torch.randint(-2, 3, (m,), generator=rng)
+    by = scale if grid == "int8" else torch.full((m,), LARGE)
     codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (LARGE * x, None)
-    run(launch.blocks(packed_of(weights), codes, rows, in_order(experts, len(x), 16), out))
-    exact = torch.cat([times(x[:16], weights[1]), times(x[16:], weights[0])])
-    assert torch.equal(out, (exact * by.double().unsqueeze(1)).bfloat16())
+    out, behind = room(m, 152)
+    run(launch.blocks(packed_of(weights), codes, rows, of, out))
+    exact = torch.full((m, 152), CANARY, dtype=torch.float64)
+    for expert, *ends in zip(*(one.tolist() for one in of[1:])):
+        if expert >= 0:
+            part = slice(*ends)
+            exact[part] = times(x[part], weights[expert]) * by[part].double().unsqueeze(1)
+    assert torch.equal(out, exact.bfloat16())
+    assert bool((behind == CANARY).all())
 
 
 def quantizable(rows, k, rng):
@@ -120,16 +133,12 @@ def test_down(grid, factor):
     rng = torch.Generator().manual_seed(3)
     weights = [whole(grid, 136, 128, factor, rng, least=-1) for _ in range(3)]
     x = quantizable(4, 128, rng) if grid == "int8" else LARGE * integers(4, 128, rng, -2, 3)
-    experts, share = (
-        torch.tensor([2, 0, 1, 2], dtype=torch.int32),
-        1 + (2 * torch.arange(4) + 1) / 256,
-    )
-    out = torch.zeros(2, 136).bfloat16()
+    experts = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
+    share, (out, behind) = 1 + (2 * torch.arange(4) + 1) / 256, room(2, 136)
     run(launch.down(packed_of(weights), x, experts, share, out))
-    products = torch.cat(
-        [times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())]
-    )
-    exact = (products * share.double().unsqueeze(1)).unflatten(0, (2, 2)).sum(dim=1)
+    assert bool((behind == CANARY).all())
+    products = each(x, experts, weights) * share.double().unsqueeze(1)
+    exact = products.unflatten(0, (2, 2)).sum(dim=1)
     if grid == "int8":  # more bits than float32 has, by the last of them
         torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=0)
     else:
@@ -154,15 +163,10 @@ def test_gate_up(grid, factor):
     x = integers(2, 128, rng, 1, 3) * (torch.arange(128) % 4 == 1)
     if grid == "int8":
         x[:, 5] = 127
-    experts, out = (
-        torch.tensor([1, 0, 0], dtype=torch.int32).repeat(2),
-        torch.zeros(6, 128).bfloat16(),
-    )
+    experts, (out, behind) = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(2), room(6, 128)
     run(launch.gate_up(packed_of(both), x, experts, out))
-    exact = []
-    for row, expert in enumerate(experts.tolist()):
-        gate, up = times(x[row // 3][None], gates[expert]), times(x[row // 3][None], ups[expert])
-        assert bool((gate >= 17).all())
-        exact.append(gate * up)
-    assert torch.equal(torch.cat(exact).float().double(), torch.cat(exact))
-    assert torch.equal(out, torch.cat(exact).bfloat16())
+    assert bool((behind == CANARY).all())
+    gate, up = (each(x.repeat_interleave(3, dim=0), experts, side) for side in (gates, ups))
+    assert bool((gate >= 17).all())
+    assert torch.equal((gate * up).float().double(), gate * up)
+    assert torch.equal(out, (gate * up).bfloat16())

@@ -5,9 +5,8 @@ memory that was never written; and weights beyond 2 GiB."""
 import pytest
 import torch
 from ascend import npu_double
-from ascend.guard import sparse
 from ascend.lowered.ascend_ir import execute
-from ascend.row_blocks import in_order
+from ascend.row_blocks import in_order, last_of_many
 from ascend.triton_double import check
 from kernel_weights import exact_experts, random_experts
 from quantkit_kernels import Fp4, ascend, dequantize
@@ -20,15 +19,6 @@ CANARY = 12345.0
 GRIDS = ("int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128", "fp4", "int8")
 # Input features of R1's linears on one of 8 ranks: down, and everything that reads the hidden state.
 WIDTHS = (256, 7168)
-ROWS = [
-    ("int4_rows", "int4-asym-32"),
-    ("int4_rows", "int4-asym-128"),
-    ("int4_rows", "int4-sym-64"),
-    ("fp4_rows", "fp4"),
-]
-BLOCKS = [
-    (f"{kernel[:4]}_blocks" if kernel[0] == "i" else "fp4_blocks", grid) for kernel, grid in ROWS
-] + [("int8_blocks", "int8")]
 TOLERANCE = {"int4": 4e-3, "fp4": 4e-3, "int8": 3e-3}
 
 
@@ -48,81 +38,6 @@ def executed(monkeypatch):
 def run(one):
     check(one)
     execute(one.function, one.programs, one.args, one.constants)
-
-
-def stacked(grid, n, k, count):
-    """Experts whose weights differ by more than their codes: a global scale per row, as stacked
-    gate and up have."""
-    rng = torch.Generator().manual_seed(n)
-    weights = [random_weight(grid, n, k, rng) for _ in range(count)]
-    weights = [
-        one._replace(global_scale=one.global_scale * (0.5 + torch.rand(n, generator=rng)))
-        if isinstance(one, Fp4)
-        else one
-        for one in weights
-    ]
-    packed = layout.allocate(weights[0], count, CPU)
-    for index in torch.randperm(count, generator=rng).tolist():
-        layout.place(packed, index, weights[index])
-    return packed, weights
-
-
-def output(rows, n, spare):
-    """Rows to write, and the memory around them: `spare` rows more."""
-    memory = torch.full((rows + spare, n), CANARY, dtype=torch.bfloat16)
-    return memory[:rows], memory
-
-
-@pytest.mark.parametrize(("kernel", "grid"), ROWS)
-def test_rows(kernel, grid):
-    n, k, experts = 152, 384, torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
-    packed, weights = stacked(grid, n, k, 3)
-    x = torch.randn(6, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out, memory = output(6, n, 1)
-    one = launch.rows(packed, x, experts, out)
-    assert (one.kernel, one.programs) == (kernel, 5)
-    run(one)
-    exact = torch.cat(
-        [exact_linear(x[row][None], weights[expert]) for row, expert in enumerate(experts)]
-    )
-    assert distance(out, exact) < TOLERANCE[packed.kind]
-    assert bool((memory[6:] == CANARY).all())
-
-
-@pytest.mark.parametrize(("kernel", "grid"), BLOCKS)
-@pytest.mark.parametrize("bm", [16, 32])
-def test_blocks(kernel, grid, bm):
-    """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are
-    left alone."""
-    n, k, experts = 152, 384, torch.tensor([2, -1, 1, 0, 1], dtype=torch.int32)
-    packed, weights = stacked(grid, n, k, 3)
-    m = 3 * bm + 8
-    first, last = (
-        torch.tensor([3, 0, bm + 3, bm + 4, m - bm]).int(),
-        torch.tensor([bm + 3, bm, bm + 4, 2 * bm + 1, m]).int(),
-    )
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-    codes, scale = quantize_rows(x)
-    out, memory = output(m, n, 2)
-    is_int8 = packed.kind == "int8"
-    blocks = launch.Blocks(bm, experts, first, last)
-    one = launch.blocks(
-        packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, blocks, out
-    )
-    assert (one.kernel, one.programs) == (kernel, 3)
-    run(one)
-    written = torch.zeros(m, dtype=torch.bool)
-    for block, (expert, start, end) in enumerate(
-        zip(experts.tolist(), first.tolist(), last.tolist())
-    ):
-        rows = slice(start, end)
-        if expert >= 0:
-            written[rows] = True
-            assert (
-                distance(out[rows], exact_linear(x[rows], weights[expert])) < TOLERANCE[packed.kind]
-            ), block
-    assert bool((out[~written] == CANARY).all()), "a row of no block was written"
-    assert bool((memory[m:] == CANARY).all())
 
 
 @pytest.mark.parametrize(
@@ -201,12 +116,12 @@ def test_experts_in_fresh_memory(grid, executed):
     """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no
     expert stay so."""
     rng, kind = torch.Generator().manual_seed(6), grid.split("-")[0]
-    weights = random_experts(grid, 5, 256, 128, rng)
+    weights = random_experts(grid, 5, 384, 128, rng)
     experts = ascend.experts_layout(5, weights[0][0], weights[2][0], torch.bfloat16, CPU)
     for index in (3, 0, 1, 2, 4):
         experts.place(index, *(projection[index] for projection in weights))
     for tokens, top_k in ((1, 3), (2, 2), (3, 4), (20, 2), (33, 4)):
-        x = torch.randn(tokens, 256, generator=rng).bfloat16()
+        x = torch.randn(tokens, 384, generator=rng).bfloat16()
         ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng)
         exact = exact_experts(x, ids, topk_weights, weights)
@@ -217,34 +132,28 @@ def test_experts_in_fresh_memory(grid, executed):
 
 @pytest.mark.parametrize(
     ("kernel", "grid"),
-    [(kernel, grid) for kernel, grid in ROWS + BLOCKS if grid in ("int4-asym-128", "fp4", "int8")],
+    [
+        ("int4_rows", "int4-asym-128"),
+        ("fp4_rows", "fp4"),
+        ("int4_blocks", "int4-asym-128"),
+        ("fp4_blocks", "fp4"),
+        ("int8_blocks", "int8"),
+    ],
 )
 def test_offsets_past_two_gib(kernel, grid):
     """The last of so many experts that its weights lie beyond 2^31 bytes; the others' memory is
     never touched."""
     n, k = chip.COLUMNS[grid.split("-")[0]], 256
-    small, (weight,) = stacked(grid, n, k, 1)
-    count = (1 << 31) // small.tensors[0].numel() + 3
-    tensors = tuple(sparse(count, one) for one in small.tensors)
-    packed = layout.PackedTiles(small.kind, n, k, count, tensors, small.group, small.has_zero)
-    layout.place(packed, count - 1, weight)
+    weight = random_weight(grid, n, k, torch.Generator().manual_seed(n))
+    packed, experts = last_of_many(layout.pack(weight))
     x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out, experts = (
-        torch.zeros(1, n, dtype=torch.bfloat16),
-        torch.tensor([count - 1], dtype=torch.int32),
-    )
-    codes, scale = quantize_rows(x)
-    is_int8 = packed.kind == "int8"
+    out = torch.zeros(1, n, dtype=torch.bfloat16)
     if kernel.endswith("rows"):
         one = launch.rows(packed, x, experts, out)
     else:
-        one = launch.blocks(
-            packed,
-            codes if is_int8 else x,
-            scale.flatten() if is_int8 else None,
-            in_order(experts, 1, 16),
-            out,
-        )
+        codes, scale = quantize_rows(x) if packed.kind == "int8" else (x, None)
+        scale = scale if scale is None else scale.flatten()
+        one = launch.blocks(packed, codes, scale, in_order(experts, 1, 16), out)
     assert one.kernel == kernel
     run(one)
     assert distance(out, exact_linear(x, weight)) < TOLERANCE[packed.kind]
