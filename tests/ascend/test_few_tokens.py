@@ -31,17 +31,11 @@ def test_experts_of_few_tokens_are_two_launches(grid, launched):
     for tokens, top_k in ((1, 1), (2, 3), (FEW_TOKENS, 6), (FEW_TOKENS + 1, 2)):
         launched.clear()
         x = torch.randn(tokens, 512, generator=rng).bfloat16()[:, ::2]
-        ids, share = (
-            torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices,
-            torch.rand(tokens, top_k, generator=rng) * LARGE,
-        )
+        ids = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices
+        share = torch.rand(tokens, top_k, generator=rng) * LARGE
         assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2
-        few = tokens <= FEW_TOKENS
-        assert launched == (
-            [f"{kind}_gate_up", f"{kind}_down"]
-            if few
-            else ["assign", f"{kind}_blocks", f"{kind}_blocks"]
-        ), tokens
+        few, many = [f"{kind}_gate_up", f"{kind}_down"], ["assign", *[f"{kind}_blocks"] * 2]
+        assert launched == (few if tokens <= FEW_TOKENS else many), tokens
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -64,10 +58,12 @@ def test_gate_ends_with_a_column_tile():
     begins with one."""
     assert all(SPAN % columns == 0 for columns in COLUMNS.values())
     for grid in ("int4", "fp4", "int8"):
-        assert "multiples of 128" in (
-            ascend.refused(f"experts_{grid}", torch.bfloat16, (256, 192)) or ""
-        )
-        assert ascend.refused(f"experts_{grid}", torch.bfloat16, (128, 256)) is None
+        reasons = [
+            ascend.refused(f"experts_{grid}", torch.bfloat16, size)
+            for size in ((256, 192), (128, 256))
+        ]
+        assert "multiples of 128" in str(reasons[0])
+        assert reasons[1] is None
 
 
 def check_gate(*given):
@@ -81,17 +77,16 @@ def check_gate(*given):
 @pytest.mark.parametrize("joined", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_gate(joined, tokens, launched):
+    """Rows of 32 bits are not the router's: it multiplies rows of 16."""
     rng = torch.Generator().manual_seed(tokens)
-    x, router = (
-        torch.randn(tokens, 512, generator=rng).bfloat16(),
-        torch.randn(40, 512, generator=rng),
-    )
-    how = Routing(
-        40, 5, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_joined_experts=joined
-    )
-    bias = torch.rand(40, generator=rng)
-    check_gate(x, router, bias, how)
-    assert launched == ["router"] * (tokens <= FEW_TOKENS) + ["join"] * bool(joined)
+    x, router = torch.randn(tokens, 512, generator=rng), torch.randn(40, 512, generator=rng)
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    how, bias = Routing(40, 5, num_joined_experts=joined, **groups), torch.rand(40, generator=rng)
+    for rows in (x.bfloat16(), x):
+        launched.clear()
+        check_gate(rows, router, bias, how)
+        by_router = tokens <= FEW_TOKENS and rows is not x
+        assert launched == ["router"] * by_router + ["join"] * bool(joined)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +104,10 @@ def test_gates_that_the_device_does_not_have_are_the_references(rule):
 @pytest.mark.parametrize("hidden", [512, 272])
 def test_gate_of_a_part_and_of_nothing(hidden, launched):
     """Rows that lie apart, widths that are no whole tiles of the router's, and no rows at all."""
-    rng, how = (
-        torch.Generator().manual_seed(3),
-        Routing(40, 8, n_group=4, topk_group=2, num_joined_experts=1),
-    )
-    wide, router = (
-        torch.randn(2, 2 * hidden, generator=rng).bfloat16(),
-        torch.randn(40, hidden, generator=rng),
-    )
+    rng = torch.Generator().manual_seed(3)
+    how = Routing(40, 8, n_group=4, topk_group=2, num_joined_experts=1)
+    wide = torch.randn(2, 2 * hidden, generator=rng).bfloat16()
+    router = torch.randn(40, hidden, generator=rng)
     bias = torch.rand(40, generator=rng)
     for x in (wide[:, ::2], wide[:0, ::2]):
         launched.clear()
@@ -145,47 +136,19 @@ def test_results_lie_where_their_operands_do(monkeypatch):
     meta, how = torch.device("meta"), Routing(40, 5, num_joined_experts=1)
     chosen = torch.empty(2, 5, dtype=torch.int32, device=meta), torch.empty(2, 5, device=meta)
     monkeypatch.setattr(gate, "choose", lambda logits, bias, routing: chosen)
-    found = [
-        *gate.moe_gate(
-            torch.empty(2, 512, dtype=torch.bfloat16, device=meta),
-            torch.empty(40, 512, device=meta),
-            None,
-            how,
-        )
-    ]
+    x = torch.empty(2, 512, dtype=torch.bfloat16, device=meta)
+    found = [*gate.moe_gate(x, torch.empty(40, 512, device=meta), None, how)]
     blocks = assigned(torch.empty(6, dtype=torch.int64, device=meta), 20)
     weight = random_weight("int8", 72, 256, torch.Generator().manual_seed(1))
-    found += [
-        blocks.experts,
-        blocks.first,
-        blocks.last,
-        *ascend.linear(weight, torch.bfloat16, meta).held(),
-    ]
-    linear = ascend.linear(
-        random_weight("fp4", 72, 256, torch.Generator().manual_seed(1)), torch.bfloat16, meta
-    )
+    found += [blocks.experts, blocks.first, blocks.last]
+    found += [*ascend.linear(weight, torch.bfloat16, meta).held()]
+    weight = random_weight("fp4", 72, 256, torch.Generator().manual_seed(1))
+    linear = ascend.linear(weight, torch.bfloat16, meta)
     found += [linear(torch.empty(rows, 256, dtype=torch.bfloat16, device=meta)) for rows in (1, 17)]
     found += [arg for one in launches for arg in one.args if isinstance(arg, torch.Tensor)]
     assert {one.device for one in found} == {meta}
-    assert [one.kernel for one in launches] == [
-        "router",
-        "join",
-        "assign",
-        "fp4_rows",
-        "fp4_blocks",
-    ]
-
-
-def test_rows_of_32_bits_are_not_the_routers(launched):
-    """It multiplies rows of 16 bits."""
-    moe_gate(
-        torch.ones(2, 512),
-        torch.ones(40, 512),
-        None,
-        Routing(40, 5, num_joined_experts=1),
-        backend="ascend",
-    )
-    assert launched == ["join"]
+    names = ["router", "join", "assign", "fp4_rows", "fp4_blocks"]
+    assert [one.kernel for one in launches] == names
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (33, 4), (300, 2)])

@@ -2,6 +2,7 @@
 operators that a smaller model does not reach: npu_mla_prolog_v3 for INT8 and unquantized weights,
 npu_kv_rmsnorm_rope_cache and npu_interleave_rope for 4-bit ones, a cache in two."""
 
+import contextlib
 import functools
 import json
 import os
@@ -81,25 +82,18 @@ def test_the_double_is_exact(scheme, r1_attention):
     assert [one.logprobs for one in got] == [one.logprobs for one in expected]
 
 
-@pytest.mark.parametrize("scheme", [*DECODED_BY, "halves"])
-def test_the_tokens_of_the_reference_backend(scheme, r1_attention):
-    """Where its two best lie further apart than twice what the two computations differ by; a
-    sequence is compared up to its first such."""
+@pytest.mark.parametrize(("scheme", "way"), [
+    ("halves", contextlib.nullcontext), ("rtn-w4a16", npu_double.few_rows_split),
+])  # fmt: skip
+def test_the_tokens_of_the_reference_backend(scheme, way, r1_attention):
+    """Pairs half a head apart, and CANN's way for 4-bit linears of a decode step, where no bit need
+    agree: tokens where the two best lie further apart than twice what the two computations differ
+    by; a sequence is compared up to its first such."""
     path = r1_attention(scheme)
     expected = answers(load(path, "reference"))
-    with npu_double.installed() as called:
+    with npu_double.installed() as called, way():
         got = answers(load(path, "torch_npu"))
     assert set(called) >= DECODED_BY.get(scheme, {"npu_mla_prolog_v3"})
-    agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
-
-
-def test_the_tokens_where_few_rows_are_split(r1_attention):
-    """CANN's way for 4-bit linears of a decode step: tokens of the reference where its two best lie
-    apart, though no bit need agree."""
-    path = r1_attention("rtn-w4a16")
-    expected = answers(load(path, "reference"))
-    with npu_double.installed(), npu_double.few_rows_split():
-        got = answers(load(path, "torch_npu"))
     agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
 
 

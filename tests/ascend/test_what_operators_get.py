@@ -28,29 +28,17 @@ torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
 def test_layouts_at_rest():
     """The cube's own for int8 and beside the prolog; plain for all that its operators take so."""
     rng = torch.Generator().manual_seed(1)
-    assert (
-        layout_of(prepare(random_weight("int8", 64, 64, rng), backend="torch_npu").held()[0]) == NZ
-    )
-    for grid in ("dense", "int8"):
-        assert (
-            layout_of(
-                nz_linear(
-                    random_weight(grid, 64, 64, rng), torch.bfloat16, torch.device("cpu")
-                ).weight
-            )
-            == NZ
-        )
+    int8 = random_weight("int8", 64, 64, rng)
+    assert layout_of(prepare(int8, backend="torch_npu").held()[0]) == NZ
+    for weight in (int8, random_weight("dense", 64, 64, rng)):
+        assert layout_of(nz_linear(weight, torch.bfloat16, torch.device("cpu")).weight) == NZ
     for grid in ("int4-asym-32", "dense", "fp4"):
         held = prepare(random_weight(grid, 64, 64, rng), backend="torch_npu").held()
         assert {layout_of(one) for one in held} == {"ND"}
         assert all(one.is_contiguous() for one in held)
     for grid in ("int4-asym-32", "int8", "dense"):
-        assert {
-            layout_of(one)
-            for one in layer(
-                random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16
-            ).held()
-        } == {"ND"}
+        experts = layer(random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16)
+        assert {layout_of(one) for one in experts.held()} == {"ND"}
     assert all(one.is_contiguous() for one in absorbed_weights(random(2, 64 + 32, 128), 64))
 
 
@@ -78,69 +66,41 @@ def test_what_the_rules_exclude_is_plain_torch(called):
     called.clear()
     x, angles, none = random(3, 4, 896), random(3, 448, dtype=torch.float32), random(0, 4, 64)
     positions = torch.tensor([0, 2, 1])
-    ours = functional.rope(x, positions, angles.cos(), angles.sin(), backend="torch_npu")
-    assert torch.equal(ours, reference.rope(x, positions, angles.cos(), angles.sin(), True))
-    empty = functional.rope(
-        none, positions[:0], angles[:, :32].cos(), angles[:, :32].sin(), backend="torch_npu"
-    )
+    given = (x, positions, angles.cos(), angles.sin())
+    ours = functional.rope(*given, backend="torch_npu")
+    assert torch.equal(ours, reference.rope(*given, True))
+    few = angles[:, :32]
+    empty = functional.rope(none, positions[:0], few.cos(), few.sin(), backend="torch_npu")
     assert empty.shape == none.shape
-    wide, gain, residual = (
-        random(3, 128, dtype=torch.float32),
-        random(128),
-        random(3, 128, dtype=torch.float32, seed=1),
+    wide, residual = random(2, 3, 128, dtype=torch.float32)
+    norms, twins = (
+        (one.rms_norm(wide, random(128), EPS), *one.add_rms_norm(wide, residual, random(128), EPS))
+        for one in (torch_npu, reference)
     )
-    assert torch.equal(torch_npu.rms_norm(wide, gain, EPS), reference.rms_norm(wide, gain, EPS))
-    for one, twin in zip(
-        torch_npu.add_rms_norm(wide, residual, gain, EPS),
-        reference.add_rms_norm(wide, residual, gain, EPS),
-    ):
-        assert torch.equal(one, twin)
+    assert all(map(torch.equal, norms, twins))
     assert torch_npu.silu_and_mul(random(0, 64)).shape == (0, 32)
     case = latent_attention([17, 24], 128, 128, (32, 32, 64, 128), torch.bfloat16)
-    assert (
-        distance(
-            functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"),
-            case.exact,
-        )
-        < 1e-2
-    )
+    found = functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu")
+    assert distance(found, case.exact) < 1e-2
     assert called == ["npu_rotary_mul"]
 
 
-@pytest.mark.parametrize(
-    "kinds", [("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4", "int4", "int4")]
-)
-def test_the_prolog_takes_one_kind_of_weight(kinds):
-    sizes = sizes_of(layer_of("dense"), 64)
-    assert "all int8 or all unquantized" in (prolog_refused(sizes, kinds) or "")
-    assert prolog_refused(sizes, ("dense", "dense", "dense")) is None
-
-
-@pytest.mark.parametrize(
-    ("size", "value"),
-    [
-        ("hidden", 7000),
-        ("q_lora", 1024),
-        ("kv_lora", 256),
-        ("heads", 3),
-        ("nope", 96),
-        ("rope_dim", 32),
-    ],
-)
-def test_the_prolog_takes_sizes_it_was_made_for(size, value):
-    sizes = sizes_of(layer_of("dense"), 64)._replace(**{size: value})
-    assert f"not made for {size} = {value}, but" in (
-        prolog_refused(sizes, ("dense", "dense", "dense")) or ""
-    )
+def test_the_prolog_takes_one_kind_of_weight_and_sizes_it_was_made_for():
+    sizes, dense = sizes_of(layer_of("dense"), 64), ("dense",) * 3
+    assert prolog_refused(sizes, dense) is None
+    for kinds in (("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4",) * 3):
+        assert "all int8 or all unquantized" in str(prolog_refused(sizes, kinds))
+    wrong = {"hidden": 7000, "q_lora": 1024, "kv_lora": 256, "heads": 3, "nope": 96, "rope_dim": 32}
+    for size, value in wrong.items():
+        reason = prolog_refused(sizes._replace(**{size: value}), dense)
+        assert f"not made for {size} = {value}, but" in str(reason)
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "fp4", "dense"])
 def test_linears_are_held_where_they_are_used(grid, monkeypatch):
     """On a device that is not where the weights come from, the prolog's too."""
-    module, meta = (
-        importlib.import_module("quantkit_kernels.torch_npu.linear"),
-        torch.device("meta"),
-    )
+    module = importlib.import_module("quantkit_kernels.torch_npu.linear")
+    meta = torch.device("meta")
     monkeypatch.setattr(module, "format_cast_nz", lambda weight: weight)
     weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(1))
     held = module.linear(weight, torch.bfloat16, meta).held()

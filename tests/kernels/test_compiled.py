@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit_kernels import backends, prepare
+from quantkit_kernels import backends, prepare, silu_and_mul
 from quantkit_kernels.compiled import cache_directory, why_no_cache
 from quantkit_kernels.cpu import build
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
@@ -32,8 +32,9 @@ def lacking(request, tmp_path, monkeypatch):
         forget()
 
 
-def test_without_libraries_torch_does_it_all(lacking, tmp_path):
+def test_without_libraries_torch_does_it_all(lacking, tmp_path, monkeypatch):
     assert lacking in str(build.why_no_library("int8"))
+    monkeypatch.setattr("quantkit_kernels.cpu.functional._ROWS_BYTES", 3 * 4 * 256)  # in parts
     rng, before = torch.Generator().manual_seed(0), list(tmp_path.iterdir())
     x = torch.randn(200, 256, generator=rng).bfloat16()
     for grid in ("int8", "w8a16-32", "int4-asym-128", "fp4"):
@@ -43,6 +44,7 @@ def test_without_libraries_torch_does_it_all(lacking, tmp_path):
         for rows in (x, x[:1]):
             found = distance(linear(rows), exact_linear(rows, weight))
             assert found < TOLERANCE[torch.bfloat16], grid
+        assert torch.equal(silu_and_mul(x, backend="cpu"), silu_and_mul(x, backend="reference"))
     assert list(tmp_path.iterdir()) == before
 
 

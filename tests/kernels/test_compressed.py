@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_backends import backends_of, device_of
+from kernel_formulas import normed, rotated
 from quantkit_kernels import (
     ChosenEntries,
     EntryPages,
@@ -28,26 +29,15 @@ def test_rotated_heads(backend, dtype, norm, interleaved):
     angles = torch.randn(tokens, rotary // 2, device=device)
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
     gain = torch.randn(width, device=device).to(dtype)
-    normed = {"none": None, "plain": HeadNorm(None, 1e-5), "gain": HeadNorm(gain, 1e-5)}[norm]
-    exact = x.double()
-    if normed is not None:
-        exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        exact = exact * (1.0 if normed.gain is None else gain.double())
-    last = exact[..., -rotary:].clone()
-    pairs = last.unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    one, other = pairs.unbind(-1 if interleaved else -2)
-    cos, sin = (side.double()[:, None] for side in rotation[:2])
-    turned = torch.stack(
-        (one * cos - other * sin, one * sin + other * cos), -1 if interleaved else -2
-    )
-    exact[..., -rotary:] = turned.flatten(-2)
-    found = rotate_heads(x, rotation, normed, backend=backend)
+    how = {"none": None, "plain": HeadNorm(None, 1e-5), "gain": HeadNorm(gain, 1e-5)}[norm]
+    exact = x.double() if norm == "none" else normed(x, gain if norm == "gain" else None, 1e-5)
+    rest, last = exact.split([width - rotary, rotary], dim=-1)
+    exact = torch.cat([rest, rotated(last, angles, interleaved)], dim=-1)
+    found = rotate_heads(x, rotation, how, backend=backend)
     assert distance(found, exact) < TOLERANCE[dtype]
-    if normed is None:
-        assert (
-            distance(rotate_heads(found, rotation, back=True, backend=backend), x)
-            < (TOLERANCE[dtype])
-        )
+    if how is None:
+        back = rotate_heads(found, rotation, back=True, backend=backend)
+        assert distance(back, x) < TOLERANCE[dtype]
 
 
 WINDOW, PERIOD, BLOCK = 12, 17, 8
@@ -125,12 +115,12 @@ def test_attention(backend, dtype, heads, width, rate, few, poisoned_memory):
 
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("pool_entries"))
 @pytest.mark.parametrize(
-    ("rate", "overlap", "widths", "normed"),
+    ("rate", "overlap", "widths", "finished"),
     [(4, True, (40, 24), True), (9, False, (32,), True), (4, False, (24,), False)],
 )
-def test_pooled_entries(backend, dtype, rate, overlap, widths, normed, poisoned_memory):
-    """Tokens in rings, of which some end a group, the first one too."""
-    device, rotary, halves = device_of(backend), 8 * normed, 1 + overlap
+def test_pooled_entries(backend, dtype, rate, overlap, widths, finished, poisoned_memory):
+    """Tokens in rings, of which some end a group, the first one too; normed and rotated, or not."""
+    device, rotary, halves = device_of(backend), 8 * finished, 1 + overlap
     ends = [rate - 1, 5 * rate - 1, 7 * rate - 1]
     positions = torch.tensor([*ends, 2 * rate], device=device)
     tokens, reach, period, most = 4, rate * halves, rate * halves + 3, 7 * rate
@@ -149,7 +139,7 @@ def test_pooled_entries(backend, dtype, rate, overlap, widths, normed, poisoned_
         bias, gain = torch.randn(rate, halves * width, device=device), torch.rand(width)
         rows = torch.zeros((1 + tokens * blocks) * per, width, device=device, dtype=dtype)
         pages = EntryPages(rows, table, BLOCK, rate)
-        pools.append(EntryPool(bias, gain.to(device, dtype) if normed else None, 1e-5, pages))
+        pools.append(EntryPool(bias, gain.to(device, dtype) if finished else None, 1e-5, pages))
     pool_entries(RecentTokens(rings, first, period, 0), positions, pools, rotation, backend=backend)
     begin = 0
     for pool, width in zip(pools, widths):
@@ -162,12 +152,10 @@ def test_pooled_entries(backend, dtype, rate, overlap, widths, normed, poisoned_
                 values.append(own[:wide][half])
                 weights.append((own[wide:] + pool.bias[at % rate].double())[half])
             exact = (torch.stack(weights).softmax(0) * torch.stack(values)).sum(0)
-            if normed:
-                exact *= (exact.square().mean() + 1e-5).rsqrt() * pool.gain.double()
-                one, other = exact[-rotary:].clone().view(-1, 2).unbind(1)
-                cos, sin = rotation.cos[token].double(), rotation.sin[token].double()
-                turned = (one * cos - other * sin, one * sin + other * cos)
-                exact[-rotary:] = torch.stack(turned, 1).flatten()
+            if finished:
+                exact = normed(exact, pool.gain, 1e-5)
+                last = exact[-rotary:].clone().view(1, 1, -1)
+                exact[-rotary:] = rotated(last, angles[token : token + 1], True).flatten()
             row = pool.pages.rows(torch.tensor([[end // rate]] * tokens, device=device))[token, 0]
             assert distance(pool.pages.kv[row], exact) < TOLERANCE[dtype]
             written += 1

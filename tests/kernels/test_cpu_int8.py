@@ -3,7 +3,7 @@ what is there without a compiler."""
 
 import pytest
 import torch
-from quantkit_kernels import Int8, prepare, quantize_rows
+from quantkit_kernels import Int8, prepare
 from quantkit_kernels.cpu import build, int8
 from quantkit_kernels.cpu.int8 import Int8Linear, OneDnnInt8Linear, VnniInt8Linear, qlinear_is_exact
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
@@ -123,22 +123,6 @@ def test_largest_codes_of_either_sign(kind):
     x = signs[:3].float() * 3
     reference = prepare(weight, backend="reference", dtype=torch.float32)
     assert torch.equal(kind(weight, torch.float32)(x), reference(x))
-
-
-@pytest.mark.parametrize("quantize", ["torch", pytest.param("compiled", marks=compiled)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_and_steps_are_those_of_quantize_rows(quantize, dtype):
-    rng = fresh()
-    for m, k in ((1, 3), (7, 100), (40, 1000), (2, 4096)):
-        x = activations(m, k, rng, dtype)
-        codes, step = (
-            int8._quantize(x)
-            if quantize == "torch"
-            else int8._quantize_compiled(build.library("int8"), x)
-        )
-        expected, expected_step = quantize_rows(x)
-        assert torch.equal(step, expected_step), (m, k, rng.initial_seed())
-        assert torch.equal(codes.int() - 128, expected.int()), (m, k, rng.initial_seed())
 
 
 @compiled

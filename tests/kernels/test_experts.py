@@ -175,13 +175,13 @@ def test_builder_takes_any_order_and_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match=r"index: 3"):
         builder.add(3, *expert(0))
     other = random_experts("int4-asym-128", 1, HIDDEN, INTERMEDIATE, rng)
-    with pytest.raises(ValueError, match="differs from the first"):
-        builder.add(1, other[0][0], other[1][0], other[2][0])
-    with pytest.raises(ValueError, match="down: shape"):
-        builder.add(1, gate[1], up[1], gate[1])
-    dense = random_experts("dense", 1, HIDDEN, INTERMEDIATE, rng)
-    with pytest.raises(ValueError, match="one grid"):
-        builder.add(1, gate[1], dense[1][0], down[1])
+    for wrong, words in (
+        ([side[0] for side in other], "differs from the first"),
+        ((gate[1], up[1], gate[1]), "down: shape"),
+        ((gate[1], Dense(torch.zeros(INTERMEDIATE, HIDDEN)), down[1]), "one grid"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            builder.add(1, *wrong)
     with pytest.raises(ValueError, match="never added"):
         builder.finish()
     builder.add(1, *expert(1))

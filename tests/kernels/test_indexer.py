@@ -4,9 +4,9 @@ tokens are selected, over the pages of several sequences."""
 import pytest
 import torch
 from kernel_backends import backends_of, device_of
+from kernel_formulas import normed, rotated
 from quantkit_kernels import IndexNorm, IndexPages, Rotation, TopTokens, index_prepare, index_topk
 from quantkit_kernels.samples import TOLERANCE, distance
-from torch.nn import functional as F
 
 PAGE = 16
 
@@ -31,26 +31,12 @@ def test_keys_are_normed_and_both_sides_rotated(
         q, k, norm, rotation, cache, torch.tensor(slots, device=device), backend=backend
     )
 
-    def turned(x):
-        first, second = (
-            (x[..., 0:rotary:2], x[..., 1:rotary:2])
-            if interleaved
-            else (x[..., : rotary // 2], x[..., rotary // 2 : rotary])
-        )
-        cos, sin = (side.double().unsqueeze(1) for side in (angles.cos(), angles.sin()))
-        a, b = first * cos - second * sin, first * sin + second * cos
-        front = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-        return torch.cat((front, x[..., rotary:]), -1)
-
-    exact = k.double()
-    exact = (
-        F.layer_norm(exact, (width,), gain.double(), shift.double(), 1e-6)
-        if centred
-        else F.rms_norm(exact, (width,), gain.double(), 1e-6)
-    )
-    assert distance(found, turned(q.double())) < TOLERANCE[dtype]
-    stored = cache.flatten(0, 1)
-    assert distance(stored[slots], turned(exact[:, None])[:, 0]) < 2 * TOLERANCE[dtype]
+    exact = normed(k, gain)
+    if centred:
+        exact = normed(k.double() - k.double().mean(-1, keepdim=True), gain) + shift.double()
+    assert distance(found, rotated(q, angles, interleaved)) < TOLERANCE[dtype]
+    stored, key = cache.flatten(0, 1), rotated(exact[:, None], angles, interleaved)[:, 0]
+    assert distance(stored[slots], key) < 2 * TOLERANCE[dtype]
     assert (stored[[one for one in range(3 * PAGE) if one not in slots]] == 7).all()
 
 

@@ -4,6 +4,7 @@ against formulas in float64."""
 import pytest
 import torch
 from kernel_backends import HALVES, backends_of, device_of
+from kernel_formulas import normed, rotated
 from quantkit_kernels import (
     KeySteps,
     Norms,
@@ -29,25 +30,10 @@ from quantkit_kernels.samples import TOLERANCE, code_latents, distance
 KINDS = pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
 CACHES = pytest.mark.parametrize("codes", [None, *CODES.values()], ids=["plain", *CODES])
 INTERLEAVED = pytest.mark.parametrize("interleaved", [True, False])
-NORMED = pytest.mark.parametrize("normed", [True, False])
+NORMED = pytest.mark.parametrize("with_norm", [True, False])
 EPS = 1e-6
 NEAR = {torch.int8: 1.2e-2, torch.float8_e4m3fn: 4e-2}
 """How far a value may lie from its code's."""
-
-
-def normed_in_double(x, gain):
-    x = x.double()
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * gain.double()
-
-
-def rotated(x, angles, interleaved):
-    """x [T, heads, D] in float64, its first R channels by angles [T, R/2]."""
-    x, rest = x.double().split([2 * angles.shape[1], x.shape[-1] - 2 * angles.shape[1]], dim=-1)
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    turns = torch.polar(torch.ones_like(angles.double()), angles.double()).unsqueeze(1)
-    pairs = torch.view_as_real(torch.complex(first, second) * turns)
-    sides = pairs.flatten(-2) if interleaved else torch.cat(pairs.unbind(-1), dim=-1)
-    return torch.cat([sides, rest], dim=-1)
 
 
 def turns(tokens, rotary, device, interleaved=True):
@@ -110,11 +96,11 @@ def test_mla_prepare(backend, dtype, interleaved, codes, poisoned_memory):
         q_a = mla_prepare(qkv_a, Norms(*gains, EPS), rotation, cache, slots, backend=backend)
         q, latent, key = qkv_a.split(sizes, dim=-1)
         assert q_a.dtype == dtype
-        exact_q = normed_in_double(q, gains[0])
+        exact_q = normed(q, gains[0])
         assert q_a.shape == q.shape
         assert not q_a.numel() or distance(q_a, exact_q) < TOLERANCE[dtype]
         found = (cache if codes is None else decoded(cache)).flatten(0, 1)[slots]
-        exact = normed_in_double(latent, gains[1])
+        exact = normed(latent, gains[1])
         turned = rotated(key.unsqueeze(1), angles, interleaved).squeeze(1)
         near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)
         assert distance(found[:, :kv_lora], exact) < near
@@ -140,7 +126,7 @@ HEADS = {
 @INTERLEAVED
 @NORMED
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("gqa_prepare"))
-def test_gqa_prepare(backend, dtype, normed, interleaved, codes, poisoned_memory):
+def test_gqa_prepare(backend, dtype, with_norm, interleaved, codes, poisoned_memory):
     device = device_of(backend)
     for tokens, heads, width, rotary in HEADS[backend]:
         qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device=device).to(dtype) * 3
@@ -154,11 +140,11 @@ def test_gqa_prepare(backend, dtype, normed, interleaved, codes, poisoned_memory
         else:
             cache = empty_keys(shape, codes, device)
             marks = cache.key_scales.fill_(float("nan"))
-        norms = Norms(gains[0], gains[1], EPS) if normed else None
+        norms = Norms(gains[0], gains[1], EPS) if with_norm else None
         q = gqa_prepare(qkv, norms, rotation, cache, slots, backend=backend)
         sides = qkv.unflatten(1, (-1, width)).split([heads[0], heads[1], heads[1]], dim=1)
         exact_q, exact_k = (
-            rotated(normed_in_double(side, gain) if normed else side, angles, interleaved)
+            rotated(normed(side, gain) if with_norm else side, angles, interleaved)
             for side, gain in zip(sides, gains)
         )
         assert distance(q, exact_q) < TOLERANCE[dtype]
@@ -172,40 +158,6 @@ def test_gqa_prepare(backend, dtype, normed, interleaved, codes, poisoned_memory
             near = TOLERANCE[dtype] + NEAR.get(codes, 0.0)
             assert distance(stored, exact) < near
         assert marks.isnan().sum() == (640 - tokens) * heads[1]
-
-
-@KINDS
-@pytest.mark.parametrize("backend", backends_of("gqa_prepare", ("triton", "cuda"), dtypes=False))
-def test_the_codes_are_the_references(backend, codes):
-    """All but a code here and there, where a number fell between two of 16 bits first; sizes from a
-    millionth to a thousand, and zeros."""
-    tokens, device = 40, device_of(backend)
-    slots = torch.randperm(64, device=device)[:tokens]
-    size = torch.logspace(-6, 3, tokens, device=device).unsqueeze(1)
-    _, rotation = turns(tokens, 16, device)
-    qkv_a = torch.randn(tokens, sum(SMALL), device=device).half()
-    qkv = (torch.randn(tokens, 8 * 24, device=device) * size).half()
-    qkv_a[3], qkv[3] = 0, 0
-    gains = Norms(
-        torch.rand(24, device=device).half(), (torch.rand(40, device=device) * 100).half(), EPS
-    )
-    caches = []
-    for name in (backend, "reference"):
-        latents = empty_latents((4, 16), 40, 16, codes, torch.float16, device)
-        keys = empty_keys((4, 16, 2, 24), codes, device)
-        for part in (*latents, *keys):
-            part.view(torch.uint8).fill_(0)
-        mla_prepare(qkv_a, gains, rotation, latents, slots, backend=name)
-        gqa_prepare(qkv, None, rotation, keys, slots, backend=name)
-        caches.append((*latents, *keys))
-    for mine, other in zip(*caches, strict=True):
-        if mine.element_size() > 1:
-            assert distance(mine.float(), other.double()) < TOLERANCE[torch.float16]
-        else:
-            same = mine.view(torch.uint8) == other.view(torch.uint8)
-            assert same.float().mean() > 0.98
-            apart = (mine.float() - other.float()).abs()[~same]
-            assert (apart <= (1 if codes == torch.int8 else 32)).all()
 
 
 def test_mla_queries_are_the_product_of_what_mla_prepare_returns():

@@ -3,24 +3,21 @@
 import pytest
 import torch
 from kernel_backends import backends_of, device_of
+from kernel_formulas import normed
 from quantkit_kernels import StreamProduct, merge_streams, mix_streams, weigh_streams
 from quantkit_kernels.samples import TOLERANCE, distance
-
-
-def normed(x, gain, eps):
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
 
 
 def exact(streams, product, gain):
     """Input, its weights in the streams, and the matrix, each entry by its own sum; of independent
     streams the matrix that keeps each."""
     tokens, n, _ = streams.shape
-    projected = normed(streams.double().flatten(1), 1.0, product.norm_eps) @ product.fn.double().T
+    projected = normed(streams.flatten(1), eps=product.norm_eps) @ product.fn.double().T
     sizes = [n, n, n * n] if product.steps else [n, n]
     parts = zip(projected.split(sizes, 1), product.base.split(sizes), product.scale)
     pre, post, *matrix = (part * scale.double() + base for part, base, scale in parts)
     collapsed = torch.einsum("tn,tnh->th", pre.sigmoid() + product.eps, streams.double())
-    collapsed, post = normed(collapsed, gain.double(), 1e-5), product.magnitude * post.sigmoid()
+    collapsed, post = normed(collapsed, gain, 1e-5), product.magnitude * post.sigmoid()
     if not product.steps:
         whole = torch.eye(n, dtype=torch.float64, device=streams.device).expand(tokens, n, n)
         return collapsed, post + product.eps, whole
@@ -63,7 +60,7 @@ def test_streams(backend, dtype, tokens, n, hidden, apart, poisoned_memory):
     end = product._replace(fn=fn[:n], base=base[:n], scale=scale[:1])
     found, merged = merge_streams(streams, end, gain, 1e-5, backend=backend)
     assert distance(found, expected) < TOLERANCE[dtype]
-    assert distance(normed(merged.double(), gain.double(), 1e-5), found) < TOLERANCE[dtype]
+    assert distance(normed(merged, gain, 1e-5), found) < TOLERANCE[dtype]
 
 
 def test_no_tokens_are_merged():

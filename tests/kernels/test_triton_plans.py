@@ -7,9 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from quantkit_kernels import triton
-from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
+from quantkit_kernels.sizes import LinearSize, Products
 from quantkit_kernels.triton import cards, tune, wgmma, wgmma_plans
-from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 
 MULTIPROCESSORS = 108
@@ -60,24 +59,6 @@ def test_plans_by_the_rule_fit_the_card(name, monkeypatch):
             )
             assert cards.stage_bytes(down, kind) * down.stages <= room, (kind, pairs)
             assert gate_up.tokens == down.tokens
-
-
-def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction():
-    """On NVIDIA's cards: by the rule, and by the table that is shipped. --tune tries it beside
-    tiles of 16."""
-    for name, least in (("sm_80", 8), ("sm_90", 8), ("sm_120", 8), ("gfx942", 16)):
-        for size in ((512, 7168), (640, 4000)):
-            experts = [
-                cards.experts_plan(name, "int4", *size, pairs)
-                for pairs in (8 / 256, 288 / 257, 2.3)
-            ]
-            assert [plan.down.tokens for plan in experts] == [least, least, 16]
-            assert all(plan.gate_up.tokens == plan.down.tokens for plan in experts)
-        assert cards.experts_plan(name, "fp4", 640, 4000, 1.0).down.tokens == 16
-        tried = candidates(name, ExpertsCase(ExpertsSize("int4", 4096, 768), 32))
-        assert {plan.gate_up.tokens for plan in tried} == {least, 16}
-        linears = [tune.candidates(name, 132, ("int4", 4096, 4096, tokens)) for tokens in (1, 16)]
-        assert [{plan.tokens for plan in plans} for plans in linears] == [{least, 16}, {16}]
 
 
 def test_plans_by_wgmma_fit_hopper(monkeypatch):

@@ -78,37 +78,31 @@ def test_pages(seed, calls, monkeypatch):
     assert len(calls) == 1
 
 
+def latents(spans, heads, nope, rotary, value, latent=40, blocks=24):
+    """q, kv_b, rotation, the cache, the prompts, and a scale."""
+    tokens, pages = sum(length for _, length in spans), blocks * len(spans)
+    q = torch.randn(tokens, heads, nope + rotary).half()
+    kv_b = (torch.randn(heads, nope + value, latent) / latent**0.5).half()
+    cache, angles = torch.randn(pages, 16, latent + rotary).half(), torch.rand(tokens, rotary // 2)
+    rotation = Rotation((6 * angles).cos(), (6 * angles).sin())
+    prompts = Prompts.of(spans, torch.randperm(pages).view(len(spans), blocks))
+    return q, kv_b, rotation, cache, prompts, (nope + rotary) ** -0.5
+
+
 @pytest.mark.parametrize("seed", range(sized(3, 8)))
 def test_latents_in_parts(seed, calls, monkeypatch):
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    nope, rotary, value, latent, heads = (
-        choose.choice((64, 128)),
-        choose.choice((16, 64)),
-        choose.choice((32, 128)),
-        40,
-        3,
-    )
+    nope, rotary, value = (choose.choice(of) for of in ((64, 128), (16, 64), (32, 128)))
     chosen(choose, monkeypatch)
     monkeypatch.setattr(
-        prefill, "_EXPANDED_BYTES", choose.choice((1 << 29, 150 * heads * (nope + value) * 2))
+        prefill, "_EXPANDED_BYTES", choose.choice((1 << 29, 150 * 3 * (nope + value) * 2))
     )
     spans = [
         (choose.choice((0, choose.randint(1, 200))), choose.randint(1, 180))
         for _ in range(choose.randint(1, 3))
     ]
-    tokens, blocks = sum(length for _, length in spans), 24
-    q, kv_b = (
-        torch.randn(tokens, heads, nope + rotary).half(),
-        (torch.randn(heads, nope + value, latent) / latent**0.5).half(),
-    )
-    cache, angles = (
-        torch.randn(blocks * len(spans), 16, latent + rotary).half(),
-        torch.rand(tokens, rotary // 2) * 6,
-    )
-    rotation = Rotation(angles.cos(), angles.sin())
-    prompts = Prompts.of(spans, torch.randperm(blocks * len(spans)).view(len(spans), blocks))
-    scale = (nope + rotary) ** -0.5
+    q, kv_b, rotation, cache, prompts, scale = latents(spans, 3, nope, rotary, value)
     exact = reference.mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale)
     out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, rope=reference.rope)
     assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
@@ -119,17 +113,9 @@ def test_latents_of_selected_tokens(calls, monkeypatch):
     """Two sequences; fewer tokens than are selected, and a block of which nothing is."""
     torch.manual_seed(1)
     monkeypatch.setattr(prefill, "selected_bits", packed_bits)
-    nope, rotary, value, latent, heads, topk = 128, 64, 128, 40, 2, 30
-    spans, blocks = [(250, 70), (0, 140)], 24
-    tokens = sum(length for _, length in spans)
-    q = torch.randn(tokens, heads, nope + rotary).half()
-    kv_b = (torch.randn(heads, nope + value, latent) / latent**0.5).half()
-    cache, angles = (
-        torch.randn(blocks * 2, 16, latent + rotary).half(),
-        torch.rand(tokens, rotary // 2) * 6,
-    )
-    rotation = Rotation(angles.cos(), angles.sin())
-    table = torch.randperm(blocks * 2).view(2, blocks)
+    spans, topk = [(250, 70), (0, 140)], 30
+    q, kv_b, rotation, cache, prompts, scale = latents(spans, 2, 128, 64, 128)
+    table, tokens = prompts.block_table, len(q)
     at = torch.cat([torch.arange(start, start + length) for start, length in spans])
     chosen = torch.rand(tokens, 320)
     chosen[:, 128:256] = 0
@@ -141,17 +127,14 @@ def test_latents_of_selected_tokens(calls, monkeypatch):
     valid = order.clamp(max=319)
     slots = table[rows].gather(1, valid // 16) * 16 + valid % 16
     selected = TopTokens(valid.int(), slots.int(), counts.int())
-    scale = (nope + rotary) ** -0.5
     pages = PagedLatents(cache.flatten(0, 1)[:, None].float(), slots.int(), counts.int())
     exact = reference.mla_decode(q.float(), kv_b.float(), rotation, pages, scale)
-    out = prefill.mla_prefill(
-        q, kv_b, rotation, cache, Prompts.of(spans, table), scale, selected, reference.rope
-    )
+    out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, selected, reference.rope)
     assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
     assert calls[0]["SELECTED"]
-    assert prefill.takes_selected(q, kv_b, rotary, 320 + 140)
-    monkeypatch.setattr(prefill, "_EXPANDED_BYTES", 459 * heads * (nope + value) * 2)
-    assert not prefill.takes_selected(q, kv_b, rotary, 320 + 140), "in parts"
+    assert prefill.takes_selected(q, kv_b, 64, 320 + 140)
+    monkeypatch.setattr(prefill, "_EXPANDED_BYTES", 459 * 2 * 256 * 2)
+    assert not prefill.takes_selected(q, kv_b, 64, 320 + 140), "in parts"
 
 
 def packed_bits(selected, seen):

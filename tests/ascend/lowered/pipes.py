@@ -5,8 +5,7 @@ chip, whose pipes run apart, comes to the same is what is checked. A clock per p
 holds how many instructions of every pipe have ended by then; flags, barriers and flags between
 cores alone move it on. Two instructions that touch a byte, one of them writing, of which neither is
 known to have ended before the other began, are a Fault; so are a byte that nothing wrote, memory
-outside a buffer, less room for intermediate results than an instruction takes, and a flag that is
-set twice or waited for in vain. Instructions of one pipe are in no order without a barrier, as in
+outside a buffer, and a flag that is set twice or waited for in vain. Instructions of one pipe are in no order without a barrier, as in
 the compiler's own model.
 
 Not in a form, so not here: L0A and L0B, which the cube's product fills by itself, and the order of a
@@ -241,42 +240,7 @@ def arange(core, target, first, step):
     core.run("V", [], [target], lambda: target.put(values))
 
 
-# Elements that intermediate results take, as the compiler's source has them (AscendNPU-IR, extra
-# buffers of HIVM's operations).
-def block(view):
-    return chip.BURST // DTYPES[view.element].itemsize
-
-
-def of_columns(inputs, target):
-    """Where the second operand is a column: a block a row, rows by eights."""
-    if len(target.sizes) > 1 and inputs[1].sizes[-1] < target.sizes[-1]:
-        return -(-target.sizes[-2] // 8) * 8 * block(target)
-    return 0
-
-
-def of_numbers(inputs, target):
-    """A block for each operand that is a number."""
-    return block(target) * sum(not isinstance(one, View) for one in inputs)
-
-
-def of_choices(inputs, target):
-    return block(target) + of_numbers(inputs, target)
-
-
-def of_reduced(source, axes):
-    """As many as the source, or one part of it where the parts, fewer than halvings, are taken one
-    by one; of rows, none if an instruction takes one whole."""
-    *rows, width = source.sizes
-    if axes.endswith("a"):
-        halvings = rows[-1].bit_length() - 1
-        by_parts = axes == "ara" and halvings > rows[0]
-        return math.prod(source.sizes[by_parts:])
-    require("f" in source.element and width >= block(source), f"unknown sum of {source}")
-    at_once = 8 * block(source)
-    return 0 if width <= at_once else math.prod(rows) * max(at_once, width // 2)
-
-
-def vector(count, compute, needed=of_columns):
+def vector(count, compute):
     """Of so many operands: then comes the result, then intermediate results."""
 
     def instruction(core, *operands):
@@ -286,9 +250,6 @@ def vector(count, compute, needed=of_columns):
                 alike = [size in (1, wanted) for size, wanted in zip(one.sizes, target.sizes)]
                 fits = len(one.sizes) == len(target.sizes) and all(alike)
                 require(fits, f"{one} for {target}")
-        if rest:
-            fits = math.prod(rest[0].sizes) >= needed(inputs, target)
-            require(fits, f"no room in {rest} for {inputs}")
 
         def run():
             first = inputs[0].get()
@@ -310,9 +271,6 @@ def reduced(combine, axes):
     """axes: which are reduced, r, and which are kept, a."""
 
     def instruction(core, source, target, rest, initial):
-        fits = math.prod(rest.sizes) >= of_reduced(source, axes)
-        require(fits, f"no room in {rest} for {source}")
-
         def run():
             values = np.moveaxis(source.get(), axes.index("r"), 0)
             total = np.full(values.shape[1:], initial, values.dtype)
@@ -426,14 +384,14 @@ TABLE = {
     rf"vcast_{KIND}_to_{KIND}_1d_with_mode": lambda _: cast,
     rf"v({'|'.join(BINARY)})_[123]d_{KIND}": lambda name: vector(2, BINARY[name]),
     rf"v({'|'.join(SCALAR)})_vs_1d_{KIND}": lambda name: vector(2, SCALAR[name]),
-    rf"vdiv_vs_1d_{KIND}": lambda _: vector(2, operator.truediv, of_numbers),
+    rf"vdiv_vs_1d_{KIND}": lambda _: vector(2, operator.truediv),
     rf"(?:enablevc_)?reduce_sum_(r|ra|ar|ara)_{KIND}": lambda axes: reduced(operator.add, axes),
     rf"(?:enablevc_)?reduce_max_(r)_{KIND}": lambda axes: reduced(np.fmax, axes),
     rf"vabs_1d_{KIND}": lambda _: vector(1, abs),
     rf"vexp_1d_{KIND}": lambda _: vector(1, expf()),
     rf"vnot_1d_{KIND}": lambda _: vector(1, np.invert),
     rf"vcmp_eq_1d_{KIND}": lambda _: vector(2, operator.eq),
-    rf"vsel_v[vs]_1d_(?:bool_)?{KIND}": lambda _: vector(3, np.where, of_choices),
+    rf"vsel_v[vs]_1d_(?:bool_)?{KIND}": lambda _: vector(3, np.where),
     rf"arange_1d_{KIND}": lambda _: arange,
 }
 

@@ -31,22 +31,11 @@ def built(tmp_path_factory):
     (headers,) = Path(sys.prefix).parent.glob(TORCH_NPU)
     includes = [f"-I{STAND_INS}", f"-isystem{headers}"]
     includes += [f"-isystem{one}" for one in cpp_extension.include_paths()]
-    libraries = [f"-L{one}" for one in cpp_extension.library_paths()] + [
-        "-ltorch",
-        "-ltorch_cpu",
-        "-lc10",
-        "-ldl",
-    ]
+    libraries = [f"-L{one}" for one in cpp_extension.library_paths()]
+    libraries += ["-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
     options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Werror=return-type"]
-    command = [
-        "g++",
-        *options,
-        *includes,
-        str(STAND_INS / "binding.cpp"),
-        *libraries,
-        "-o",
-        str(folder / "binding.so"),
-    ]
+    files = [str(STAND_INS / "binding.cpp"), "-o", str(folder / "binding.so")]
+    command = ["g++", *options, *includes, *files, *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -75,10 +64,8 @@ def test_experts_by_the_binding(grid, operators, monkeypatch):
     assert isinstance(experts, streamed.StreamedExperts)
     for tokens, top_k in ((1, 1), (7, 3), (20, 2)):
         x = torch.randn(tokens, 512, generator=rng).bfloat16()
-        ids, share = (
-            torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices,
-            torch.rand(tokens, top_k, generator=rng),
-        )
+        ids = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices
+        share = torch.rand(tokens, top_k, generator=rng)
         ours = experts(x, ids, share)
         assert distance(ours, exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
         with monkeypatch.context() as patched:
@@ -139,11 +126,8 @@ def test_parts_of_k(operators):
     parts, x = (weight[None], scale[None], global_scale[None]), torch.zeros(1, 256).bfloat16()
     x[0, 0], x[0, 128], x[0, 192] = 2.0**30, -(2.0**30), 1.0
     ends = torch.tensor([1])
-    assert [float(gemv(x, *parts, ends, splits, 5)[0, 0]) for splits in (1, 2, 4)] == [
-        1.0,
-        0.0,
-        1.0,
-    ]
+    sums = [float(gemv(x, *parts, ends, splits, 5)[0, 0]) for splits in (1, 2, 4)]
+    assert sums == [1.0, 0.0, 1.0]
     for splits in (0, 3):
         with pytest.raises(RuntimeError, match="splits divides"):
             gemv(x, *parts, ends, splits, 5)

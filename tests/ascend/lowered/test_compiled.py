@@ -243,8 +243,11 @@ FAULTS = {
     "no flag": (r"(?m)^.*wait_flag\[.*\n", ""),
     "another flag": (r"(set_flag\[.*<EVENT_ID)\d>", r"\g<1>7>"),
     "other pipes": (r"set_flag\[(<PIPE_\w+>), (<PIPE_\w+>)", r"set_flag[\2, \1"),
-    "elsewhere": (r"constant 32 : i64", f"constant {chip.L1_BUFFER} : i64"),
-    "half a tile": (r"(pointer_cast.* : memref<)16x", r"\g<1>8x"),
+    "elsewhere": (
+        r"constant ([1-9]\d*) : i64(?=(?s:.*)pointer_cast\(%c\1_i64\))",
+        f"constant {chip.L1_BUFFER} : i64",
+    ),
+    "half a tile": (r"(pointer_cast.* : memref<(?:\d+x)*?)(?:64|16)x", r"\g<1>8x"),
 }
 """Of a form: in flags, addresses and tiles."""
 
@@ -256,6 +259,7 @@ def test_a_fault_in_a_form_is_found(form, fault, compiled, few_cores):
     pattern, other = FAULTS[fault]
     text = compiled[TARGETS[0], form]
     found = list(re.finditer(pattern, text))
+    assert found
     for one in (found[:1], found[len(found) // 2 :][:1], found[-1:]):
         for match in one:
             with suppress(pipes.Fault):
