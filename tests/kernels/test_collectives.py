@@ -90,37 +90,34 @@ def _rank(rank, size, port):
     torch.distributed.destroy_process_group()
 
 
-def whole_numbers(rank, turn, shape, dtype, device):
-    """Small whole numbers: every sum is exact."""
-    generator = torch.Generator(device).manual_seed(1000 * turn + rank)
-    return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
+def whole_numbers(turn, shape, dtype, device, size):
+    """Of every rank small whole numbers, of which every sum is exact."""
+    rngs = [torch.Generator(device).manual_seed(1000 * turn + rank) for rank in range(size)]
+    return [torch.randint(-8, 9, shape, generator=rng, device=device).to(dtype) for rng in rngs]
+
+
+def normal(seed, *shapes, dtype, device):
+    rng = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(shape, generator=rng, device=device).to(dtype) for shape in shapes]
 
 
 def check_sums(parallel, rank, size, device):
     for turn, (tokens, dtype) in enumerate(
-        (t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)
+        product((1, 2, 3, 8, 32, 64), (torch.bfloat16, torch.float16, torch.float32))
     ):
         shape = (tokens, 7168 if dtype != torch.float32 else 2048)
-        mine = whole_numbers(rank, turn, shape, dtype, device)
-        assert parallel.peers.adds(mine)
-        expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size))
-        assert torch.equal(parallel.all_reduce(mine).float(), expected), (turn, shape)
-    noise = torch.randn(
-        8, 7168, generator=torch.Generator(device).manual_seed(rank), device=device
-    ).bfloat16()
+        every = whole_numbers(turn, shape, dtype, device, size)
+        assert parallel.peers.adds(every[rank])
+        expected = sum(one.float() for one in every)
+        assert torch.equal(parallel.all_reduce(every[rank]).float(), expected), (turn, shape)
+    (noise,) = normal(rank, (8, 7168), dtype=torch.bfloat16, device=device)
     noise[0, :8], noise[1, 0] = -0.0, float("nan")
     noise.view(torch.int16)[2, :8] = -1  # what an empty word looks like
     ours = parallel.all_reduce(noise)
     assert ours[1, 0].isnan()
     assert ours[2, :8].isnan().all()
-    bits = parallel.gather(
-        int(
-            ours.view(torch.int16)
-            .long()
-            .mul(torch.arange(ours.numel(), device=device).view_as(ours))
-            .sum()
-        )
-    )
+    places = torch.arange(ours.numel(), device=device).view_as(ours)
+    bits = parallel.gather(int((ours.view(torch.int16).long() * places).sum()))
     assert len(set(bits)) == 1, "the ranks' sums differ"
     library = noise.clone()
     torch.distributed.all_reduce(library)
@@ -133,27 +130,10 @@ def check_sums(parallel, rank, size, device):
 def check_norms(parallel, rank, size, device):
     """The sum over ranks, that with the residual and its norm in one launch: the bits of the three
     one after the other."""
-    shapes = [
-        (1, 7168),
-        (3, 7168),
-        (146, 7168),
-        (8, 4096),
-        (1, 2048),
-        (2, 24),
-        (1, 8192),
-        (2, 65536),
-    ]
-    for turn, (shape, dtype) in enumerate(
-        (shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float16)
-    ):
-        x = torch.randn(
-            shape, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device
-        ).to(dtype)
-        common = torch.Generator(device).manual_seed(turn)
-        residual, gain = (
-            torch.randn(one, generator=common, device=device).to(dtype)
-            for one in (shape, shape[1:])
-        )
+    shapes = [(1, 7168), (3, 7168), (146, 7168), (8, 4096), (2, 24), (1, 8192), (2, 65536)]
+    for turn, (shape, dtype) in enumerate(product(shapes, (torch.bfloat16, torch.float16))):
+        (x,) = normal(1000 * turn + rank, shape, dtype=dtype, device=device)
+        residual, gain = normal(turn, shape, shape[1:], dtype=dtype, device=device)
         assert parallel.peers.norms(x, gain)
         normed, total = parallel.add_rms_norm(x, residual, gain, 1e-6)
         one_by_one = add_rms_norm(parallel.all_reduce(x), residual, gain, 1e-6)
@@ -180,17 +160,9 @@ def check_pairs(parallel, rank, size, device):
             (None, torch.ones(40000, dtype=torch.int32, device=device)),
         ):
             turn += 1
-            weighed = torch.randn(
-                tokens * top_k,
-                width,
-                generator=torch.Generator(device).manual_seed(1000 * turn + rank),
-                device=device,
-            )
-            common = torch.Generator(device).manual_seed(turn)
-            residual, gain = (
-                torch.randn(one, generator=common, device=device).to(dtype)
-                for one in ((tokens, width), (width,))
-            )
+            shape, single = (tokens * top_k, width), torch.float32
+            (weighed,) = normal(1000 * turn + rank, shape, dtype=single, device=device)
+            residual, gain = normal(turn, (tokens, width), (width,), dtype=dtype, device=device)
             pairs = UnsummedPairs(weighed, tokens, dtype, counters, add_up)
             assert parallel.peers.norms_pairs(pairs, gain) == (tokens <= 16)
             found = parallel.add_rms_norm(pairs, residual, gain, 1e-6)
@@ -201,15 +173,13 @@ def check_pairs(parallel, rank, size, device):
 
 def check_gather(parallel, rank, size, device):
     for turn, (tokens, dtype) in enumerate(
-        (t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)
+        product((1, 3, 16, 32, 33, 64, 127, 128), (torch.bfloat16, torch.float32))
     ):
         shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
-        mine = whole_numbers(rank, turn, shape, dtype, device)
+        every = whole_numbers(turn, shape, dtype, device, size)
+        mine = every[rank]
         assert parallel.peers.gathers(mine)
-        expected = torch.cat(
-            [whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1
-        )
-        assert torch.equal(parallel.all_gather(mine), expected), (turn, shape)
+        assert torch.equal(parallel.all_gather(mine), torch.cat(every, dim=-1)), (turn, shape)
     assert not parallel.peers.gathers(mine.new_zeros(160, 32320, dtype=torch.bfloat16))
     odd = torch.full((2, 3), float(rank), device=device)
     assert not parallel.peers.gathers(odd)
@@ -221,22 +191,16 @@ def check_gather(parallel, rank, size, device):
 def check_scatter(parallel, rank, size, device):
     """Through the ranks' memory, and what is too large through the library."""
     for turn, (tokens, dtype) in enumerate(
-        (t, d) for t in (1, 3, 128, 200) for d in (torch.bfloat16, torch.float16, torch.float32)
+        product((1, 3, 128, 200), (torch.bfloat16, torch.float16, torch.float32))
     ):
         shape = (size * tokens, 7168 if dtype != torch.float32 else 2048)
-        mine = whole_numbers(rank, turn, shape, dtype, device)
+        every = whole_numbers(turn, shape, dtype, device, size)
+        mine = every[rank]
         assert parallel.peers.scatters(mine) == (tokens < 200 or dtype == torch.float32)
-        expected = sum(
-            whole_numbers(r, turn, shape, dtype, device).float() for r in range(size)
-        ).chunk(size)[rank]
+        expected = sum(one.float() for one in every).chunk(size)[rank]
         assert torch.equal(parallel.scatter_sum(mine).float(), expected), (turn, shape)
         rows = parallel.gather_rows(mine[: 2 * tokens])
-        assert torch.equal(
-            rows,
-            torch.cat(
-                [whole_numbers(r, turn, shape, dtype, device)[: 2 * tokens] for r in range(size)]
-            ),
-        )
+        assert torch.equal(rows, torch.cat([one[: 2 * tokens] for one in every]))
     tokens = [[7 * r + i for i in range(r + 1)] for r in range(size)]
     assert (
         parallel.share(torch.tensor(tokens[rank], device=device), list(range(1, size + 1)))
@@ -250,10 +214,8 @@ def check_graph(parallel, rank, size, device, sums=25, replays=400):
     counts = [1 + i * 7 % 16 for i in range(sums)]
     inputs = [torch.zeros(count, 7168, dtype=torch.bfloat16, device=device) for count in counts]
     turn = torch.zeros((), dtype=torch.int64, device=device)
-    zeros, gain = (
-        torch.zeros(16, 7168, dtype=torch.bfloat16, device=device),
-        torch.ones(7168, dtype=torch.bfloat16, device=device),
-    )
+    zeros = torch.zeros(16, 7168, dtype=torch.bfloat16, device=device)
+    gain = torch.ones_like(zeros[0])
 
     def fill():
         for index, x in enumerate(inputs):
