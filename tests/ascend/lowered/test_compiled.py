@@ -253,7 +253,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("form", ["join-9-bf16", "fp4-rows-bf16", "int4-asym-128-blocks-16-bf16"])
+@pytest.mark.parametrize("form", ["fp4-rows-bf16", "int4-asym-128-blocks-16-bf16"])
 def test_a_fault_in_a_form_is_found(form, fault, compiled, few_cores):
     """The first, the middle and the last place where it can be."""
     pattern, other = FAULTS[fault]
