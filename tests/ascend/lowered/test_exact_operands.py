@@ -94,7 +94,7 @@ def test_rows(grid, factor):
     assert bool((behind == CANARY).all())
 
 
-@pytest.mark.parametrize(("factor", "bm"), zip(FACTORS, (16, 32)))
+@pytest.mark.parametrize(("factor", "bm"), [*zip(FACTORS, (16, 32))])
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("blocks"))
 def test_blocks(grid, factor, bm):
     """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are
