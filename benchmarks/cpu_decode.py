@@ -1,10 +1,10 @@
 """Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 next to transformers and vLLM in
-bfloat16, or of a published model next to llama.cpp, on one machine in one run.
+bfloat16, or of a published model next to llama.cpp and vLLM, on one machine in one run.
 
     python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1]
     [--prompts] [--out FILE.json]
     python benchmarks/cpu_decode.py --llama .venv-llama/bin/python --model DIR --gguf Q4_1.gguf
-    [--rounds 3] [--threads 1] [--out FILE.json]
+    [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1] [--out FILE.json]
 
 Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has
 experts and MLA (vLLM on CPU takes no quantized experts, and has no int4 product without AVX-512, so
@@ -19,9 +19,12 @@ ratios are formed round by round. transformers computes its batch unpadded, all 
 length.
 
 With --llama both figures are of --model, a folder, rounded here to W4A16 in the groups that fit it
-and to INT8, which cost the same time as the schemes that calibrate; and of --gguf, the same model
-in Q4_1, which llama.cpp itself makes Q8_0 of. llama.cpp is called as its own examples do, one batch
-for all sequences, and picks the likeliest token by numpy.
+and to INT8, which cost the same time as the schemes that calibrate, the head to 8 bits in groups of
+64, as both files of llama.cpp have it; and of --gguf, the same model in Q4_1, which llama.cpp
+itself makes Q8_0 of. llama.cpp is called as its own examples do, one batch for all sequences, and
+picks the likeliest token by numpy. vLLM has the model in bfloat16, and both roundings with the head
+in 16 bits: on a CPU it has no product for one of 8. With more than one thread its figures, too, are
+of processor time: tokens of a second of all threads, waiting for each other included.
 """
 
 import argparse
@@ -179,12 +182,12 @@ def in_process(peer: Peer, vocab: int, threads: int, what: str) -> dict[str, flo
     return answer
 
 
-def quantized(source: Path, out: Path, recipe: str) -> Path:
+def quantized(source: Path, out: Path, recipe: str, *options: str) -> Path:
     """Rounded to nearest by a recipe of one line or more."""
     written = out.with_suffix(".yaml")
     written.write_text(recipe)
     make = [sys.executable, "-m", "quantkit", "quantize", str(source), "--recipe", str(written)]
-    subprocess.run([*make, "--out", str(out)], check=True, capture_output=True)
+    subprocess.run([*make, "--out", str(out), *options], check=True, capture_output=True)
     return out
 
 
@@ -212,10 +215,13 @@ def synthetic(options: argparse.Namespace, folder: Path) -> dict[str, tuple[int,
 
 
 def published(options: argparse.Namespace, folder: Path) -> dict[str, tuple[int, list[Peer]]]:
-    """--model next to llama.cpp in both widths."""
+    """--model next to llama.cpp, and to vLLM if --vllm is given, in both widths."""
     vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
-    int4 = quantized(options.model, folder / "w4a16", "scheme: rtn-w4a16")
-    int8 = quantized(options.model, folder / "int8", "scheme: int8-a8w8c16\nmethods: []")
+    recipes = {"W4A16": "scheme: rtn-w4a16", "INT8": "scheme: int8-a8w8c16\nmethods: []"}
+    head = ["--override", "lm_head bits=8 group_size=64"]
+    int4, int8 = (
+        quantized(options.model, folder / name, recipe, *head) for name, recipe in recipes.items()
+    )
     wider = folder / "Q8_0.gguf"
     requantize = (
         "import llama_cpp, sys; how = llama_cpp.llama_model_quantize_default_params();"
@@ -224,17 +230,18 @@ def published(options: argparse.Namespace, folder: Path) -> dict[str, tuple[int,
     )
     command = [options.llama, "-c", requantize, str(options.gguf), str(wider)]
     subprocess.run(command, check=True, capture_output=True)
-    return {
-        options.model.name: (
-            vocab,
-            [
-                Peer("quantkit W4A16", "quantkit", sys.executable, int4, "quantkit W4A16"),
-                Peer("llama.cpp Q4_1", "llama.cpp", options.llama, options.gguf, "quantkit W4A16"),
-                Peer("quantkit INT8", "quantkit", sys.executable, int8, "quantkit INT8"),
-                Peer("llama.cpp Q8_0", "llama.cpp", options.llama, wider, "quantkit INT8"),
-            ],
-        )
-    }
+    peers = [
+        Peer("quantkit W4A16", "quantkit", sys.executable, int4, "quantkit W4A16"),
+        Peer("llama.cpp Q4_1", "llama.cpp", options.llama, options.gguf, "quantkit W4A16"),
+        Peer("quantkit INT8", "quantkit", sys.executable, int8, "quantkit INT8"),
+        Peer("llama.cpp Q8_0", "llama.cpp", options.llama, wider, "quantkit INT8"),
+    ]
+    if options.vllm:
+        peers.append(Peer("vLLM BF16", "vllm", options.vllm, options.model, "quantkit W4A16"))
+        for name, recipe in recipes.items():
+            made = quantized(options.model, folder / f"vllm-{name}", recipe, "--engine", "vllm")
+            peers.append(Peer(f"vLLM {name}", "vllm", options.vllm, made, f"quantkit {name}"))
+    return {options.model.name: (vocab, peers)}
 
 
 def measured(
