@@ -63,24 +63,17 @@ def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandida
     assert chosen.plan is not None
     scheme, recipe, mixture = read_scheme(chosen.scheme, request.options)
     job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
-    needed = run_bytes(chosen.plan.parameters)
-    work = RunWork(0.0, 0, 0)
+    source, needed = find_local(request.model), run_bytes(chosen.plan.parameters)
+    lengths, work = [recipe.seq_len] * DOCUMENTS, RunWork(0.0, 0, 0)
+    if source is not None:  # else the tokenizer is not on this machine
+        recipe = request.recipe(chosen.scheme, source)
+        lengths = [len(one) for one in measured_documents(source, recipe)[0]]
     if needed <= free_bytes(find_device("auto")):
-        lengths = _measured_lengths(request, chosen.scheme)
         work += comparison_work(job, sum(lengths), sum(lengths) // len(lengths))
     if job.request.methods and writes_text(request, recipe, checkpoint.config, needed):
         written = (recipe.samples + recipe.held_out) // 2
         work += writing_work(job, written * recipe.seq_len, recipe.seq_len)
     return work
-
-
-def _measured_lengths(request: GoRequest, scheme: str) -> list[int]:
-    """Tokens of each document to measure on; at their most if the tokenizer is not on this
-    machine."""
-    source = find_local(request.model)
-    if source is None:
-        return [read_scheme(scheme, request.options)[1].seq_len] * DOCUMENTS
-    return list(map(len, measured_documents(source, request.recipe(scheme, source))[0]))
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:

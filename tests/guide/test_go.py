@@ -21,6 +21,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.deploy.launch import deploy
 from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module
+from quantkit.guide import propose as propose_module
 from quantkit.guide.proposal import (
     ENGINES,
     QUANTKIT,
@@ -201,6 +202,16 @@ def as_in_a_terminal():
 def go(model, more=""):
     asked = "--calibration text.jsonl --out out --yes --devices 2xH100 --samples 4 --seq-len 48"
     return typed(f"go {model} {asked} {more}")
+
+
+def test_time_counts_the_documents_that_are_measured(tmp_path, monkeypatch):
+    def operations(count):
+        found = [[0] * 100] * count, ""
+        monkeypatch.setattr(propose_module, "measured_documents", lambda *given: found)
+        request = job_module.GoRequest("tiny-r1", tmp_path, find_devices("cpu"))
+        return propose_module.propose(request).measuring.operations
+
+    assert operations(6) == pytest.approx(2 * operations(3))
 
 
 def test_the_whole_job(tiny_checkpoint, here):

@@ -15,6 +15,7 @@ from quantkit.quantization.cost import (
     job_work,
     measure_rate,
     unit_shares,
+    writing_work,
 )
 from quantkit.quantization.job import open_job
 from quantkit.quantization.options import QuantizeOptions
@@ -76,4 +77,5 @@ def test_work_is_counted_beyond_matrix_products():
     compared = [comparison_work(job("awq-w4a16"), tokens, 512) for tokens in (0, 512, 1024)]
     seconds = [expected_seconds(one, H200) for one in compared]
     assert seconds == pytest.approx([0, seconds[1], 2 * seconds[1]])
+    assert writing_work(job("awq-w4a16"), 1024, 512) == compared[1], "by one model of the two"
     assert sum(unit_shares(job("awq-w4a16")).values()) == pytest.approx(CALIBRATED_SHARE)
