@@ -4,16 +4,14 @@ import json
 
 import pytest
 import torch
-from block_heads import MODELS, write_with_head
+from block_heads import MODELS, block_after, write_with_head
+from quantized import quantized
 from small_recipe import SMALL
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import SCHEMES
 from quantkit.models.context import CausalContext
-from quantkit.models.dspark import Window
-from quantkit.quantization import quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -27,11 +25,7 @@ def served(path, texts):
         own = loaded.model.logits(hidden).argmax(-1)
         keys = head.keys(hidden, torch.arange(len(ids)))
         for at in range(1, len(ids) - head.block_size + 1):
-            there = min(at, head.window)
-            window = torch.zeros(1, head.window, *keys.shape[1:])
-            window[0, head.window - there :] = keys[at - there : at]
-            seen = torch.arange(head.window)[None] >= head.window - there
-            block = head.hidden(ids[at : at + 1], torch.tensor([at]), Window(window, seen))[0]
+            block = block_after(head, keys, at, ids[at : at + 1])
             last = ids[at : at + head.block_size]
             drafts = (head.logits(block) + head.pair_logits(last)).argmax(-1)
             right = (drafts == own[at : at + head.block_size]).long()
@@ -44,16 +38,10 @@ def served(path, texts):
 def test_accepted_lengths_are_those_of_both_models(name, tmp_path):
     source = write_with_head(tmp_path / "source", MODELS[name])
     recipe = Recipe(scheme="awq-w4a16", **SMALL)
-    quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    quantized(source, tmp_path / "out", recipe)
     report = json.loads((tmp_path / "out" / "report.json").read_text())["held_out"]
-    texts = load_sequences(
-        recipe.calibration,
-        ChatTokenizer(source),
-        samples=recipe.samples,
-        held_out=recipe.held_out,
-        seq_len=recipe.seq_len,
-        seed=recipe.seed,
-    ).held_out
+    sizes = {name: getattr(recipe, name) for name in ("samples", "held_out", "seq_len", "seed")}
+    texts = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes).held_out
     for path, key in ((source, "accepted_length_source"), (tmp_path / "out", "accepted_length")):
         found = served(path, texts)
         assert 1.05 < found < 3.9

@@ -1,5 +1,5 @@
 """Families that keep more than keys and values: a text is the same however it is cut over a cache,
-in codes too, and an answer however it is computed."""
+in codes too. Of these and others an answer is the same however it is computed."""
 
 import random
 
@@ -7,12 +7,14 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from engines import check_same_answers
+from engines import check_same_answers, load
 from pangu_statement import random_tensors
+from refused import refused
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, write
 
 from quantkit.executor.weights.load import load_model
+from quantkit.models import attention_residuals
 from quantkit.models.context import CausalContext
 
 
@@ -26,6 +28,10 @@ HY_V4 = (
     {"index_n_heads": 24, "index_topk": 32, "indexer_types": ["full", "shared", "full"]},
 )
 QWEN4 = ("qwen4_exp", text_of("qwen4_exp", indexer_n_heads=24))
+V32 = ("deepseek_v32", {"index_n_heads": 24})
+KIMI_K3 = ("kimi_k3", {})
+V41 = ("deepseek_v41", text_of("deepseek_v41", candidate_topk_blocks=8))
+"""With more entries than are selected and than their best blocks hold."""
 CASES = [
     ("deepseek_v4", {"compress_rate_csa": 4, "compress_rate_hca": 128}),
     ("deepseek_v4", {"compress_rate_csa": 5, "compress_rate_hca": 70}),
@@ -33,6 +39,10 @@ CASES = [
     HY_V4,
     ("openpangu_v2", PANGU),
     QWEN4,
+    V32,
+    ("glm_moe_dsa", {"index_n_heads": 24, "index_topk_pattern": "FS"}),
+    KIMI_K3,
+    V41,
 ]
 """Of 24 heads no score is 0. Groups of V4 end inside blocks, at their ends, and every second
 one."""
@@ -41,7 +51,8 @@ one."""
 @pytest.fixture
 def whole_numbers(monkeypatch):
     """Caches keep what is computed, not 16 bits of it, by which other experts and other keys would
-    be chosen."""
+    be chosen. Kimi-K3 reads streams a few tokens at once."""
+    monkeypatch.setattr(attention_residuals, "_ROWS", 7)
     for user in ("executor.weights.load", "models.context"):
         monkeypatch.setattr(f"quantkit.{user}.cached_dtype", lambda dtype: dtype)
 
@@ -62,7 +73,7 @@ def test_a_text_is_the_same_however_it_is_cut(name, changes, tmp_path):
 
 
 @pytest.mark.usefixtures("whole_numbers")
-@pytest.mark.parametrize(("name", "changes"), [HY_V4, QWEN4])
+@pytest.mark.parametrize(("name", "changes"), [HY_V4, QWEN4, V32])
 def test_a_cache_of_codes_is_as_it_is_simulated(name, changes, tmp_path):
     path = write(tmp_path / "model", name, **changes)
     loaded = load_model(path, device="cpu", dtype="float32", cache="int8")
@@ -77,17 +88,39 @@ def test_a_cache_of_codes_is_as_it_is_simulated(name, changes, tmp_path):
     assert apart > (5e-2 if name == "hy_v4" else 1e-2)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "more"),
-    [
-        (
-            *HY_V4,
-            [(True, {"draft_length": 1}), (False, {"prefix_cache": True, "prompt_lookup": 2})],
-        ),
-        (*QWEN4, [(True, {})]),
-    ],
-)
+ANSWERS = [
+    (*HY_V4, [(True, {"draft_length": 1}), (False, {"prefix_cache": True, "prompt_lookup": 2})]),
+    (*QWEN4, [(True, {})]),
+    (*KIMI_K3, [(True, {})]),
+    (*V41, [(True, {"prompt_lookup": 2})]),
+    ("llama", {}, [(False, {"chunk_tokens": 13, "prefix_cache": True})]),
+    ("mistral", {}, [(False, {"prefix_cache": True, "cache_tokens": 256})]),
+    ("gpt_oss", {}, [(False, {"prompt_lookup": 4})]),
+    ("qwen3_moe", {}, [(True, {"chunk_tokens": 33})]),
+    ("hy_v3", {}, [(False, {"draft_length": 1, "prefix_cache": True})]),
+    ("deepseek_v32", {}, [(True, {"chunk_tokens": 33, "prefix_cache": True})]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "more"), ANSWERS)
 def test_answers_do_not_depend_on_how_they_are_computed(name, changes, more, tmp_path):
     """Prompts in chunks and beside steps, requests that make way for others, captured steps, with
     drafts of an MTP layer, beginnings that requests share."""
     check_same_answers(write(tmp_path / "model", name, **changes), *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        *(
+            (name, {"prefix_cache": True}, "--prefix-cache")
+            for name in ("deepseek_v4", "deepseek_v41", "openpangu_v2", "qwen4_exp", "kimi_k3")
+        ),
+        ("qwen4_exp", {"draft_length": 1}, "MTP"),
+        ("kimi_k3", {"draft_length": 1}, "no MTP layer"),
+        ("kimi_k3", {"prompt_lookup": 2}, "cannot be rolled back"),
+    ],
+)
+def test_what_is_not_served_is_refused(name, options, line, tmp_path):
+    with refused(line):
+        load(write(tmp_path / "model", name), **options)

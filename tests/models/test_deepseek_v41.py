@@ -1,48 +1,36 @@
 """DeepSeek-V4.1 against a statement of the release's public code (inference/model.py and engram.py)
-in float32, token by token, for transformers has no such model; over a cache, however a text is cut;
-and in the layout of the release."""
+in float32, token by token, for transformers has no such model; and in the layout of the release."""
 
 import json
 import math
-import random
-from dataclasses import replace
+from functools import partial
 
 import make_model
 import numpy as np
+import plain_weights
 import pytest
 import torch
-from cut_texts import furthest_from_whole
-from engines import capture, check_same_answers, completions, load
-from plain_weights import PlainWeights
+from block_heads import MODELS, block_after, write_with_head
+from engines import capture, load, note, tokens
+from quantized import quantized
 from refused import refused
-from small_recipe import SMALL as SMALL_RUN
+from releases import check_read, fp4, fp8, packed
+from small_recipe import SMALL
+from stated_logits import Statement, check_logits, opened
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, rows_of, write
 from torch.nn import functional as F
-from ulp_bound import assert_near, movement
 
+from quantkit import SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import Shards
 from quantkit.common.errors import Interrupted
-from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
-from quantkit.executor.weights.load import load_model
-from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
-from quantkit.models import find_architecture
+from quantkit.models import find_architecture, find_block_head
 from quantkit.models.context import CausalContext
-from quantkit.models.deepseek_v4 import dspark as deepseek_v4
-from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
-from quantkit.models.deepseek_v41.dspark import HEAD, head_parameters
-from quantkit.models.dspark import Window
-from quantkit.models.hyper_connections import (
-    expand_streams,
-    pack_streams,
-    unpack_streams,
-)
+from quantkit.models.hyper_connections import unpack_streams
 from quantkit.models.ngram_table import StoredNgramTable
-from quantkit.quantization.run import quantize
 
 CASES = TABLES["deepseek_v41_cases"]
 LENGTHS = [40, 7, 1]
@@ -58,8 +46,8 @@ def primes_from(start, used):
     return start
 
 
-def rotated(x, position, theta, dim, scaling=None, back=False):
-    """The last `dim` channels of x [..., D] as complex pairs."""
+def rotated(x, positions, theta, dim, scaling=None, back=False):
+    """The last `dim` channels of x [T, ..., D] as complex pairs."""
     freqs = 1 / theta ** (torch.arange(0, dim, 2).double() / dim)
     if scaling:
         old = scaling["original_max_position_embeddings"]
@@ -70,16 +58,27 @@ def rotated(x, position, theta, dim, scaling=None, back=False):
         low, high = max(math.floor(at[0]), 0), min(math.ceil(at[1]), dim - 1)
         ramp = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
         freqs = freqs / scaling["factor"] * ramp + freqs * (1 - ramp)
-    turn = torch.polar(torch.ones_like(freqs), freqs * position * (-1 if back else 1))
+    angles = torch.outer(positions, freqs) * (-1 if back else 1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = turn.unflatten(0, (len(x), *[1] * (x.dim() - 2)))
     pairs = torch.view_as_complex(x[..., -dim:].double().unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
     return torch.cat((x[..., :-dim], turned), dim=-1)
 
 
-class Statement:
-    """One text, token by token."""
+class Stated(Statement):
+    """One text; every matrix spelled out, and what a token sees as a mask."""
 
     pairs = ("embed", "head")
+
+    def __init__(self, config_dict, tensors):
+        self.c, self.t = config_dict["text_config"], tensors
+
+    def linear(self, x, name):
+        return x @ self.t[f"{name}.weight"].T
+
+    def normed(self, x, name):
+        return F.rms_norm(x, x.shape[-1:], None, self.c["rms_norm_eps"]) * self.t[f"{name}.weight"]
 
     def merged(self, h, pre, p):
         return (pre[..., None] * h).sum(1)
@@ -87,35 +86,30 @@ class Statement:
     def heads(self, q):
         return q
 
-    def __init__(self, config_dict, tensors):
-        self.c, self.t = config_dict["text_config"], tensors
-
-    def normed(self, x, name):
-        return F.rms_norm(x, x.shape[-1:], None, self.c["rms_norm_eps"]) * self.t[f"{name}.weight"]
-
-    def turned(self, x, position, layer, back=False):
+    def turned(self, x, positions, layer, back=False):
         c = self.c
         compressed = c["compress_ratios"][layer] > 0
         theta = c["compress_rope_theta"] if compressed else c["rope_theta"]
         scaling = c.get("rope_scaling") if compressed else None
-        return rotated(x, position, theta, c["qk_rope_head_dim"], scaling, back)
+        return rotated(x, positions, theta, c["qk_rope_head_dim"], scaling, back)
+
+    def streams(self, ids):
+        """Of the tokens, and the weights with which the first sublayer reads them."""
+        pre = torch.zeros(len(ids), self.c["hc_mult"])
+        pre[:, 0] = 1
+        return self.t["embed.weight"][ids][:, None].repeat(1, self.c["hc_mult"], 1), pre
 
     def logits(self, ids):
-        c, n = self.c, self.c["hc_mult"]
-        h = self.t["embed.weight"][ids][:, None].repeat(1, n, 1)
-        pre = torch.zeros(len(ids), n)
-        pre[:, 0] = 1
-        self.entries, self.keys, self.chosen, self.blocks = [], [], None, None
+        c, (h, pre) = self.c, self.streams(ids)
         self.read = []
         for layer in range(c["num_hidden_layers"]):
             if layer in c["engram_layer_ids"]:
                 h = self.with_engram(h, ids, layer)
             if layer in c["dspark_target_layer_ids"]:
                 self.read.append(h.mean(1))
-            p, chosen = f"layers.{layer}", c["num_experts_per_tok"]
-            h, pre = self.block(h, pre, p, chosen, lambda x, at=layer: self.attention(x, at))
-        x = self.normed((pre[..., None] * h).sum(1), "norm")
-        return x @ self.t["head.weight"].T
+            attention, chosen = partial(self.attention, layer=layer), c["num_experts_per_tok"]
+            h, pre = self.block(h, pre, f"layers.{layer}", chosen, attention)
+        return self.linear(self.normed((pre[..., None] * h).sum(1), "norm"), "head")
 
     def block(self, h, pre, p, chosen, attention):
         for part in ("attn", "ffn"):
@@ -133,42 +127,38 @@ class Statement:
 
     def of_head(self, read, newest):
         """read [T, targets H] of the main model."""
-        c, n, count = self.c, self.c["hc_mult"], self.c["dspark_block_size"]
-        main = self.normed(read @ self.t["mtp.0.main_proj.weight"].T, "mtp.0.main_norm")
-        block = torch.tensor([newest] + [c["dspark_noise_token_id"]] * (count - 1))
-        h, pre = self.t["embed.weight"][block][:, None].repeat(1, n, 1), torch.zeros(count, n)
-        pre[:, 0] = 1
+        c = self.c
+        main = self.normed(self.linear(read, "mtp.0.main_proj"), "mtp.0.main_norm")
+        noise = [c["dspark_noise_token_id"]] * (c["dspark_block_size"] - 1)
+        h, pre = self.streams(torch.tensor([newest, *noise]))
         for stage in range(len(c["dspark_target_layer_ids"])):
             p, chosen = f"mtp.{stage}", c["dspark_num_experts_per_tok"]
-            h, pre = self.block(
-                h, pre, p, chosen, lambda x, a=f"{p}.attn": self.of_block(x, main, a)
-            )
+            attention = partial(self.of_block, main=main, a=f"{p}.attn")
+            h, pre = self.block(h, pre, p, chosen, attention)
         x = self.normed(self.merged(h, pre, p), f"{p}.norm")
         before, after = (self.t[f"{p}.markov_head.{side}.weight"] for side in self.pairs)
-        return x @ self.t["head.weight"].T, before @ after.T
+        return self.linear(x, "head"), before @ after.T
 
     def of_block(self, x, main, a):
         """Every token of a block sees all of it, and the window of keys made of `main`."""
-        first = max(0, len(main) - self.c["sliding_window"])
-        both = torch.cat((main[first:], x))
-        kv = self.normed(both @ self.t[f"{a}.wkv.weight"].T, f"{a}.kv_norm")
-        read = torch.stack([self.turned(one, first + at, 0) for at, one in enumerate(kv)])
-        low = self.normed(x @ self.t[f"{a}.wq_a.weight"].T, f"{a}.q_norm")
-        return torch.stack(
-            [self.attended(low[at], read, len(main) + at, 0, a) for at in range(len(x))]
-        )
+        at = torch.arange(len(main) + len(x))
+        kv = self.normed(self.linear(torch.cat((main, x)), f"{a}.wkv"), f"{a}.kv_norm")
+        near = (at >= len(main) - self.c["sliding_window"]).expand(len(x), -1)
+        low = self.normed(self.linear(x, f"{a}.wq_a"), f"{a}.q_norm")
+        return self.attended(low, self.turned(kv, at, 0), near, at[len(main) :], 0, a)
 
-    def attended(self, low, read, at, layer, a):
-        """The output of a token at position `at` that reads the vectors `read`."""
+    def attended(self, low, read, seen, positions, layer, a):
+        """Outputs of tokens, each of which sees some of the vectors `read`: seen [T, R]."""
         c, d = self.c, self.c["head_dim"]
-        q = self.heads((self.t[f"{a}.wq_b.weight"] @ low).view(-1, d))
-        scores = self.turned(q, at, layer) @ read.T * d**-0.5
-        sunk = torch.cat((scores, self.t[f"{a}.attn_sink"][:, None]), dim=1).softmax(1)
-        o = self.turned(sunk[:, :-1] @ read, at, layer, back=True)
-        parts = o.view(c["o_groups"], -1)
+        q = self.heads(self.linear(low, f"{a}.wq_b").unflatten(1, (-1, d)))
+        scores = self.turned(q, positions, layer) @ read.T * d**-0.5
+        scores = scores.masked_fill(~seen[:, None], -math.inf)
+        sink = self.t[f"{a}.attn_sink"].expand(len(low), -1)[..., None]
+        shares = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        o = self.turned(shares @ read, positions, layer, back=True)
+        parts = o.flatten(1).unflatten(1, (c["o_groups"], -1))
         weights = self.t[f"{a}.wo_a.weight"].view(c["o_groups"], c["o_lora_rank"], -1)
-        low_out = torch.cat([weight @ part for weight, part in zip(weights, parts)])
-        return self.t[f"{a}.wo_b.weight"] @ low_out
+        return self.linear(torch.einsum("tgi,goi->tgo", parts, weights).flatten(1), f"{a}.wo_b")
 
     def mixes(self, h, p):
         c, n = self.c, self.c["hc_mult"]
@@ -180,117 +170,110 @@ class Statement:
         comb = comb.softmax(-1) + c["hc_eps"]
         comb = comb / (comb.sum(-2, keepdim=True) + c["hc_eps"])
         for _ in range(c["hc_sinkhorn_iters"] - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + c["hc_eps"])
-            comb = comb / (comb.sum(-2, keepdim=True) + c["hc_eps"])
+            for dim in (-1, -2):
+                comb = comb / (comb.sum(dim, keepdim=True) + c["hc_eps"])
         return pre, post, comb
 
     def with_engram(self, h, ids, layer):
         c, p, used = self.c, f"layers.{layer}.engram", []
         size, heads = c["engram_max_ngram_size"], c["engram_n_heads"]
-        tables = [
-            [
-                [primes_from(c["engram_vocab_size"], used) for _ in range(heads)]
-                for _ in range(size - 1)
-            ]
-            for _ in c["engram_layer_ids"]
-        ]
-        sizes = tables[c["engram_layer_ids"].index(layer)]
+        for _ in range((size - 1) * heads * len(c["engram_layer_ids"])):
+            primes_from(c["engram_vocab_size"], used)
+        own = c["engram_layer_ids"].index(layer) * (size - 1) * heads
         bound = (2**63 - 1) // c["engram_compressed_vocab_size"] // 2
         drawn = np.random.default_rng(10007 * layer).integers(0, bound, size, dtype=np.int64)
         factors = [2 * int(one) + 1 for one in drawn]
-        pad = int(CLASSES[c["engram_pad_token_id"]])
-        classes = [int(CLASSES[one]) for one in ids]
-        out, n, hidden = [], c["hc_mult"], c["hidden_size"]
+        pad, classes = int(CLASSES[c["engram_pad_token_id"]]), CLASSES[ids].tolist()
+        rows = []
         for at in range(len(ids)):
-            joined, rows, start = 0, [], 0
+            joined, start, left = 0, 0, iter(used[own:])
             for back in range(size):
                 joined ^= (classes[at - back] if back <= at else pad) * factors[back]
-                for prime in sizes[back - 1] if back else ():
+                for _ in range(heads if back else 0):
+                    prime = next(left)
                     rows.append(start + joined % prime)
                     start += prime
-            kv = self.t[f"{p}.wkv.weight"] @ self.t[f"{p}.embed.weight"][rows].flatten()
-            value, gates = kv[n * hidden :], []
-            for stream in range(n):
-                q, k = h[at, stream], kv[stream * hidden : (stream + 1) * hidden]
-                q = F.rms_norm(q, q.shape, self.t[f"{p}.q_weight"][stream], c["rms_norm_eps"])
-                k = F.rms_norm(k, k.shape, self.t[f"{p}.k_weight"][stream], c["rms_norm_eps"])
-                dot = float(q @ k) / hidden**0.5
-                gates.append(math.copysign(max(abs(dot), 1e-6) ** 0.5, dot))
-            out.append(h[at] + torch.tensor(gates).sigmoid()[:, None] * value)
-        return torch.stack(out)
+        n, hidden, eps = c["hc_mult"], c["hidden_size"], c["rms_norm_eps"]
+        read = self.t[f"{p}.embed.weight"][rows].view(len(ids), -1)
+        k, value = self.linear(read, f"{p}.wkv").split([n * hidden, hidden], dim=1)
+        q, k = (
+            F.rms_norm(one, (hidden,), None, eps) * self.t[f"{p}.{side}_weight"]
+            for side, one in (("q", h), ("k", k.unflatten(1, (n, hidden))))
+        )
+        dot = (q * k).sum(-1) / hidden**0.5
+        gates = dot.abs().clamp(min=1e-6).sqrt().copysign(dot).sigmoid()
+        return h + gates[..., None] * value[:, None]
 
     def attention(self, x, layer):
-        c, a = self.c, f"layers.{layer}.attn"
-        ratio, tokens = c["compress_ratios"][layer], range(len(x))
-        low = self.normed(x @ self.t[f"{a}.wq_a.weight"].T, f"{a}.q_norm")
-        kv = self.normed(x @ self.t[f"{a}.wkv.weight"].T, f"{a}.kv_norm")
-        kv = [self.turned(kv[at], at, layer) for at in tokens]
+        c, a, at = self.c, f"layers.{layer}.attn", torch.arange(len(x))
+        low = self.normed(self.linear(x, f"{a}.wq_a"), f"{a}.q_norm")
+        read = self.turned(self.normed(self.linear(x, f"{a}.wkv"), f"{a}.kv_norm"), at, layer)
+        back = at[:, None] - at
+        seen = (back >= 0) & (back < c["sliding_window"])
         if layer in c["kv_source_layer_ids"]:
             self.compress(x, layer)
         if layer in c["index_source_layer_ids"]:
             self.select(x, low, layer)
-        out = []
-        for at in tokens:
-            read = kv[max(0, at - c["sliding_window"] + 1) : at + 1]
-            read = torch.stack(read + [self.entries[e] for e in (self.chosen[at] if ratio else ())])
-            out.append(self.attended(low[at], read, at, layer, a))
-        return torch.stack(out)
+        if c["compress_ratios"][layer]:
+            read, seen = torch.cat((read, self.entries)), torch.cat((seen, self.chosen), dim=1)
+        return self.attended(low, read, seen, at, layer, a)
 
     def compress(self, x, layer):
         p, ratio = f"layers.{layer}.attn", self.c["compress_ratios"][layer]
-        kv = x @ self.t[f"{p}.compressor.wkv.weight"].T
+        kv = self.linear(x, f"{p}.compressor.wkv")
         if ratio > 1:
-            groups = len(x) // ratio
-            gate = x @ self.t[f"{p}.compressor.wgate.weight"].T
-            kv, gate = (one[: groups * ratio].unflatten(0, (groups, ratio)) for one in (kv, gate))
+            whole = len(x) // ratio * ratio
+            gate = self.linear(x, f"{p}.compressor.wgate")
+            kv, gate = (one[:whole].unflatten(0, (-1, ratio)) for one in (kv, gate))
             kv = (kv * gate.softmax(1)).sum(1)
         latents = self.normed(kv, f"{p}.compressor.norm")
-        keys = self.normed(latents @ self.t[f"{p}.indexer.wk.weight"].T, f"{p}.indexer.k_norm")
-        self.entries, self.keys = (
-            [self.turned(one, number * ratio, layer) for number, one in enumerate(some)]
-            for some in (latents, keys)
-        )
+        keys = self.normed(self.linear(latents, f"{p}.indexer.wk"), f"{p}.indexer.k_norm")
+        at = torch.arange(len(kv)) * ratio
+        self.entries, self.keys = (self.turned(one, at, layer) for one in (latents, keys))
 
     def select(self, x, low, layer):
-        c, p = self.c, f"layers.{layer}.attn.indexer"
+        """chosen [T, E]: which entries are read; blocks [T, E]: of which blocks they may be."""
+        c, p, at = self.c, f"layers.{layer}.attn.indexer", torch.arange(len(x))
         heads, width, ratio = c["index_n_heads"], c["index_head_dim"], c["compress_ratios"][layer]
-        size, chosen, blocks = c["candidate_block_size"], [], []
-        for at in range(len(x)):
-            q = self.turned((self.t[f"{p}.wq_b.weight"] @ low[at]).view(heads, width), at, layer)
-            weights = self.t[f"{p}.weights_proj.weight"] @ x[at] * (width * heads) ** -0.5
-            seen = range((at + 1) // ratio)
-            score = {e: float((q @ self.keys[e]).relu() @ weights) for e in seen}
-            if layer == c["candidate_source_layer_id"]:
-                best = {}
-                for e in seen:
-                    last = e // size == (len(seen) - 1) // size
-                    value = math.inf if last else score[e]
-                    best[e // size] = max(best.get(e // size, -math.inf), value)
-                blocks.append(sorted(best, key=best.get)[-c["candidate_topk_blocks"] :])
-            elif 0 <= c["candidate_source_layer_id"] < layer:
-                score = {e: one for e, one in score.items() if e // size in self.blocks[at]}
-            chosen.append(sorted(score, key=score.get)[-c["index_topk"] :])
-        self.chosen, self.blocks = chosen, blocks or self.blocks
+        q = self.turned(self.linear(low, f"{p}.wq_b").view(-1, heads, width), at, layer)
+        weights = self.linear(x, f"{p}.weights_proj") * (width * heads) ** -0.5
+        score = ((q @ self.keys.T).relu() * weights[..., None]).sum(1)
+        count = (at + 1) // ratio
+        score[torch.arange(len(self.keys)) >= count[:, None]] = -math.inf
+        source, size = c["candidate_source_layer_id"], c["candidate_block_size"]
+        block = torch.arange(len(self.keys)) // size
+        if layer == source:
+            last = (count[:, None] - 1) // size
+            raised = score.masked_fill((block == last) & score.isfinite(), math.inf)
+            best = raised.new_full((len(x), -(-len(block) // size)), -math.inf)
+            best = best.scatter_reduce(1, block.expand_as(raised), raised, "amax")
+            self.blocks = largest(best, c["candidate_topk_blocks"])[:, block]
+        elif 0 <= source < layer:
+            score = score.masked_fill(~self.blocks, -math.inf)
+        self.chosen = largest(score, c["index_topk"])
 
     def experts(self, x, p, chosen):
-        c = self.c
+        limit = self.c["swiglu_limit"]
 
-        def mlp(one, x):
-            gate = (x @ self.t[f"{one}.w1.weight"].T).clamp(max=c["swiglu_limit"])
-            up = (x @ self.t[f"{one}.w3.weight"].T).clamp(-c["swiglu_limit"], c["swiglu_limit"])
-            return (F.silu(gate) * up) @ self.t[f"{one}.w2.weight"].T
+        def mlp(one):
+            gate = self.linear(x, f"{one}.w1").clamp(max=limit)
+            up = self.linear(x, f"{one}.w3").clamp(-limit, limit)
+            return self.linear(F.silu(gate) * up, f"{one}.w2")
 
-        scores = F.softplus(x @ self.t[f"{p}.gate.weight"].T).sqrt()
-        best = (scores + self.t[f"{p}.gate.bias"]).topk(chosen).indices
-        out = []
-        for at, own in enumerate(best):
-            shares = scores[at, own] / scores[at, own].sum() * c["routed_scaling_factor"]
-            routed = [s * mlp(f"{p}.experts.{e}", x[at]) for s, e in zip(shares, own.tolist())]
-            out.append(sum(routed) + mlp(f"{p}.shared_experts", x[at]))
-        return torch.stack(out)
+        scores = F.softplus(self.linear(x, f"{p}.gate")).sqrt()
+        shares = scores * largest(scores + self.t[f"{p}.gate.bias"], chosen)
+        shares = shares / shares.sum(1, keepdim=True) * self.c["routed_scaling_factor"]
+        routed = [share[:, None] * mlp(f"{p}.experts.{e}") for e, share in enumerate(shares.T)]
+        return sum(routed) + mlp(f"{p}.shared_experts")
 
 
-class StatementV4(Statement):
+def largest(scores, count):
+    """A mask of the largest finite ones of each row, at most `count`."""
+    best = scores.topk(min(count, scores.shape[1])).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True) & (scores > -math.inf)
+
+
+class StatedV4(Stated):
     """Of V4's head: sublayers weigh the streams for themselves, queries are normed by heads, a
     merge of its own."""
 
@@ -305,7 +288,7 @@ class StatementV4(Statement):
         return h, pre
 
     def heads(self, q):
-        return F.rms_norm(q, q.shape[1:], None, self.c["rms_norm_eps"])
+        return F.rms_norm(q, q.shape[-1:], None, self.c["rms_norm_eps"])
 
     def merged(self, h, pre, p):
         flat = F.rms_norm(h.flatten(1), (h[0].numel(),), None, self.c["rms_norm_eps"])
@@ -314,233 +297,119 @@ class StatementV4(Statement):
         return (own[..., None] * h).sum(1)
 
 
-class Table:
-    def __init__(self, table):
-        self.table = table
-
-    def classes(self):
-        return CLASSES
-
-    def rows(self, numbers):
-        return self.table[numbers]
-
-
-class Weights(PlainWeights):
-    def ngram_table(self, module):
-        return Table(self.tensors[f"{module}.weight"])
+@pytest.fixture(autouse=True)
+def classes(monkeypatch):
+    """Tokens that a table takes for others."""
+    monkeypatch.setattr(plain_weights, "TOKENS", CLASSES)
 
 
 def case(changes):
     text = CONFIGS["deepseek_v41"]["text_config"] | TABLES["deepseek_v41"] | changes
     config_dict = {"model_type": "deepseek_v41", "text_config": text}
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
     tensors = {name: one.float() for name, one in random_tensors(config_dict).items()}
     for name, one in tensors.items():
         if name.endswith(("_base", "_scale", "attn_sink", "gate.bias")):
             one.mul_(2)
-    tensors = {name: one for name, one in tensors.items() if not name.endswith("embed.scale")}
-    return architecture, config, config_dict, tensors
+    return config_dict, {
+        name: tensors[name] for name in tensors if not name.endswith("embed.scale")
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_the_statement(name):
-    """Of the whole stack, and layer by layer where texts are short enough for that."""
-    architecture, config, config_dict, tensors = case(CASES[name])
-    statement = Statement(config_dict, tensors)
-
-    def stated():
-        return torch.cat([statement.logits(own) for own in TOKEN_IDS.split(LENGTHS)])
-
-    with torch.no_grad():
-        expected, moved = stated(), movement(stated, tensors.values())
-        model = architecture.Model(config, Weights(tensors, config.mixture.linears))
-        found = model.logits(model(TOKEN_IDS, CausalContext(LENGTHS)))
-    assert expected.abs().max() > 1
-    assert_near(found, expected, moved)
-    table = {row.name: row.shape for row in architecture.parameters(config) if not row.optional}
-    assert table == {
-        name: tuple(one.shape) for name, one in tensors.items() if "bias_vl" not in name
-    }
+    """Where there are candidates, which are not packed with the streams, a text that is computed
+    layer by layer has none: it is no longer than their blocks."""
+    config_dict, tensors = case(CASES[name])
+    model, *_ = check_logits(Stated(config_dict, tensors), config_dict, tensors, LENGTHS)
+    assert model.config.max_independent_tokens == (None if name == "odd" else 3 * 2)
 
 
-def test_layers_one_by_one_are_the_stack():
-    """Packed with the streams are their weights, the entries and the selection that layers share.
-    Candidates are not: a text that has some is refused by its length."""
-    architecture, config, _, tensors = case(CASES["odd"])
-    assert config.max_independent_tokens is None
-    model = architecture.Model(config, Weights(tensors, config.mixture.linears))
-    with torch.no_grad():
-        whole = model(TOKEN_IDS, CausalContext(LENGTHS))
-        embedded = model.embedding[TOKEN_IDS]
-        hidden = AheadStreams.first(embedded, TOKEN_IDS, config.streams).pack()
-        for layer in model.layers:  # each alone: nothing is left in a context
-            hidden = layer.attend(hidden, CausalContext(LENGTHS))
-            hidden = layer.feed_forward(hidden, CausalContext(LENGTHS))
-        merged = AheadStreams.unpack(hidden, config.streams).merged()
-        end = F.rms_norm(merged, merged.shape[1:], model.norm, config.rms_norm_eps)
-    assert (end - whole).abs().max() < 1e-4
-    _, release, *_ = case({})
-    assert release.max_independent_tokens == 3 * 2
+def with_head(config_dict, tensors):
+    """The tensors, with random ones of a DSpark head; the model that it follows, and the head."""
+    found = find_block_head(config_dict)
+    config = find_architecture(config_dict).Config.from_dict(config_dict)
+    own = rows_of(found.head_parameters(config), torch.Generator().manual_seed(12))
+    tensors = tensors | {name: one.float() for name, one in own.items()}
+    architecture, config, weights = opened(config_dict, tensors)
+    model, head = architecture.Model(config, weights), found.HEAD(config, weights)
+    head.follow(model)
+    return tensors, model, head
 
 
-def head_tensors(config):
-    """Random ones of the DSpark head."""
-    return rows_of(head_parameters(config), torch.Generator().manual_seed(12))
+def drafted(head, whole):
+    """Logits of the block after a text, of which the model handed out `whole`, and the token 9;
+    with those of pairs after 17."""
+    keys = head.keys(whole, torch.arange(len(whole)))
+    block = block_after(head, keys, len(whole), torch.tensor([9]))
+    return head.logits(block) + head.pair_logits(torch.tensor([17]))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_the_dspark_head_is_the_published_one(name):
     """Texts longer and shorter than the window; a block sees all of itself."""
-    architecture, config, config_dict, tensors = case(CASES[name])
-    tensors |= {key: one.float() for key, one in head_tensors(config).items()}
-    weights = Weights(tensors, config.mixture.linears)
-    model, head = architecture.Model(config, weights), HEAD(config, weights)
-    head.follow(model)
-    statement = Statement(config_dict, tensors)
-    for length in (30, 3):
-        ids = TOKEN_IDS[:length]
-        with torch.no_grad():
-            base, pairs = statement.drafted(ids, 9)
-            expected = base + pairs[17]
-            keys = head.keys(model(ids, CausalContext([length])), torch.arange(length))
-            there = min(length, head.window)
-            window = torch.zeros(1, head.window, *keys.shape[1:])
-            window[0, -there:] = keys[-there:]
-            seen = torch.arange(head.window)[None] >= head.window - there
-            hidden = head.hidden(torch.tensor([9]), torch.tensor([length]), Window(window, seen))
-            found = [head.logits(hidden[:, at]) for at in range(head.block_size)]
-            found = torch.cat(found) + head.pair_logits(torch.tensor([17]))
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    config_dict, tensors = case(CASES[name])
+    tensors, model, head = with_head(config_dict, tensors)
+    for ids in (TOKEN_IDS[:30], TOKEN_IDS[:3]):
+        base, pairs = Stated(config_dict, tensors).drafted(ids, 9)
+        found = drafted(head, model(ids, CausalContext([len(ids)])))
+        assert (found - base - pairs[17]).abs().max() < 1e-4 * base.abs().max()
 
 
+@torch.no_grad()
 def test_v4s_dspark_head_is_the_published_one():
     """As V4-Flash-0731 has it, by engines' sources: it reads the streams after its targets."""
     sizes = {"dspark_block_size": 4, "dspark_target_layer_ids": [1, 2], "dspark_noise_token_id": 5}
     config_dict = {**CONFIGS["deepseek_v4"], **sizes, "dspark_markov_rank": 24}
     config_dict |= {"num_nextn_predict_layers": 1, "model_type": "deepseek_v4"}
-    architecture = find_architecture(config_dict)
-    config = architecture.Config.from_dict(config_dict)
-    tensors = random_tensors(config_dict) | rows_of(
-        deepseek_v4.head_parameters(config), torch.Generator().manual_seed(12)
-    )
+    tensors = random_tensors(config_dict)
     tensors = {key: one.float() if one.is_floating_point() else one for key, one in tensors.items()}
-    weights = Weights(tensors, config.mixture.linears)
-    model, head = architecture.Model(config, weights), deepseek_v4.HEAD(config, weights)
-    plain = architecture.Model(config, weights)
-    head.follow(model)
-    ids, hidden_size = TOKEN_IDS[:30], config.hidden_size
+    tensors, model, head = with_head(config_dict, tensors)
     stated = {"rope_theta": 10000, "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
     stated |= {"swiglu_limit": 10.0, "routed_scaling_factor": 1.5, "dspark_num_experts_per_tok": 2}
-    statement = StatementV4({"text_config": stated | config_dict}, tensors)
-    with torch.no_grad():
-        whole = model(ids, CausalContext([30]))
-        state = pack_streams(expand_streams(plain.embedding[ids], 4), ids)
-        for number, layer in enumerate(plain.layers):
-            state = layer.feed_forward(layer.attend(state, CausalContext([30])), None)
-            if number in sizes["dspark_target_layer_ids"]:
-                part = whole[:, number * hidden_size : (number + 1) * hidden_size]
-                assert (part - unpack_streams(state, 4)[0].mean(1)).abs().max() < 1e-4
-        base, pairs = statement.of_head(whole[:, hidden_size:], 9)
-        keys = head.keys(whole, torch.arange(30))[None, -head.window :]
-        window = Window(keys, torch.ones(1, head.window, dtype=torch.bool))
-        block = head.hidden(torch.tensor([9]), torch.tensor([30]), window)[0]
-    assert (head.logits(block) - base).abs().max() < 1e-4 * base.abs().max()
-    assert (head.pair_logits(torch.tensor([17])) - pairs[17]).abs().max() < 1e-4
-
-
-SMALL = {"candidate_topk_blocks": 8}
-
-
-def changed(**fields):
-    return {"text_config": CONFIGS["deepseek_v41"]["text_config"] | fields}
-
-
-def test_a_text_is_the_same_however_it_is_cut(tmp_path):
-    """With more entries than are selected and than their best blocks hold; ids before a chunk are
-    those of its own text."""
-    path = write(tmp_path / "model", "deepseek_v41", **changed(**SMALL))
-    loaded = load_model(path, device="cpu", dtype="float32")
-    assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
+    ids, size, context = TOKEN_IDS[:30], model.config.hidden_size, CausalContext([30])
+    whole = model(ids, context)
+    state = model.config.streams.first(model.embedding[ids], ids)
+    for number, layer in enumerate(model.layers):
+        state = layer.feed_forward(layer.attend(state, context), None)
+        if number in sizes["dspark_target_layer_ids"]:
+            part = whole[:, number * size : (number + 1) * size]
+            assert (part - unpack_streams(state, 4)[0].mean(1)).abs().max() < 1e-4
+    base, pairs = StatedV4({"text_config": stated | config_dict}, tensors).of_head(
+        whole[:, size:], 9
+    )
+    assert (drafted(head, whole) - base - pairs[17]).abs().max() < 1e-4 * base.abs().max()
 
 
 PROMPTS = [[7 + i] * 3 + [*range(20, 20 + length)] for i, length in enumerate((1, 9, 100, 30, 70))]
-PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=0)
 
 
-def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
-    """Prompts in chunks and beside steps, requests that make way for others, guesses, captured."""
-    path = write(tmp_path / "model", "deepseek_v41", **changed(**SMALL))
-    more = [(captured, {"prompt_lookup": 2}) for captured in (False, True)]
-    check_same_answers(path, *more, (True, {}), atol=1e-3)
-    with refused("--prefix-cache"):
-        load(path, prefix_cache=True)
+def answers(path, draft_length, captured=False, **options):
+    """Greedy and drawn, and the engine's acceptance."""
+    engine = load(path, max_model_len=128, draft_length=draft_length, **options)
+    if captured and draft_length:
+        capture(engine)
+    if "tp" not in options:  # the other ranks have their own
+        engine.scheduler.budget = StepBudget(24, 8, mixed=True)
+    params = [
+        SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i in range(5)
+    ]
+    found = tokens(engine, PROMPTS, params)
+    engine.close()
+    return found, engine.speculation.acceptance
 
 
-def _fp8(weight):
-    """E4M3 codes in blocks of 32 x 32, a power of two for each."""
-    rows, columns = weight.shape
-    powers = torch.randint(-9, -5, (-(-rows // 32), -(-columns // 32))).float().exp2()
-    wide = powers.repeat_interleave(32, 0).repeat_interleave(32, 1)[:rows, :columns]
-    codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return codes, powers.to(torch.float8_e8m0fnu), codes.float() * wide
-
-
-def _fp4(weight):
-    """E2M1 codes two to a byte, the first in the low bits, and a power of two for 32."""
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    powers = torch.randint(-6, -2, (len(weight), weight.shape[1] // 32)).float().exp2()
-    wide = powers.repeat_interleave(32, 1)
-    codes = ((weight.float() / wide)[..., None] - grid).abs().argmin(-1)
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
-    return packed, powers.to(torch.float8_e8m0fnu), grid[codes] * wide
-
-
-def with_head(path, easy=False):
-    """A model with a DSpark head, and, if easy, one that guesses right: sublayers add nothing, and
-    pairs say what follows."""
-    config_dict = {**CONFIGS["deepseek_v41"], **changed(**SMALL)}
-    config = find_architecture(config_dict).Config.from_dict(config_dict)
-    tensors = random_tensors(config_dict) | head_tensors(config)
-    if easy:
-        for name, one in tensors.items():
-            if name.endswith((".wo_b.weight", ".w2.weight", ".engram.wkv.weight")):
-                one.zero_()
-        normed = F.rms_norm(tensors["embed.weight"].float(), (256,)) * tensors["norm.weight"]
-        tensors["mtp.1.norm.weight"].zero_()
-        tensors["mtp.1.markov_head.embed.weight"] = normed.bfloat16()
-        tensors["mtp.1.markov_head.head.weight"] = tensors["head.weight"].clone()
-    return make_model.write_dense(path, config_dict, tensors)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"tp": 2}, {"prompt_lookup": 6}, {"temperature": 0.8}, {"captured": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"prompt_lookup": 6, "captured": True}])
 def test_drafts_of_the_head_change_no_token(options, tmp_path):
-    """Guesses at random, and right ones, of which all are accepted; greedy and drawn; by captured
-    steps."""
-    options = {**options}
-    params = replace(PARAMS, temperature=options.pop("temperature", 0.0), max_new_tokens=20, seed=3)
-    captured = options.pop("captured", False)
-    for easy in (False, True):
-        path = with_head(tmp_path / str(easy), easy)
-        answers = []
-        for draft_length in (0, 3):
-            engine = load(path, max_model_len=128, draft_length=draft_length, **options)
-            if captured and draft_length:
-                capture(engine)
-            if "tp" not in options:  # the other ranks have their own
-                engine.scheduler.budget = StepBudget(24, 8, mixed=True)
-            answers.append([one.token_ids for one in completions(engine, PROMPTS, params)])
-            acceptance = engine.speculation.acceptance
-            engine.close()
-        assert answers[0] == answers[1]
-        assert acceptance.drafted > 50
-        if easy and not options and not params.temperature:
-            assert acceptance.accepted == acceptance.drafted
+    path = write_with_head(tmp_path / "model", MODELS["deepseek_v41"])
+    (expected, _), (found, acceptance) = (answers(path, count, **options) for count in (0, 3))
+    assert found == expected
+    assert 0 < acceptance.accepted < acceptance.drafted
+    assert acceptance.drafted > 50
 
 
-_PLAIN = ("compressor.", "weights_proj", "indexer.wk.", "gate.", "norm")
+_PLAIN = ("compressor.", "weights_proj", "indexer.wk.", "gate.", "norm", ".engram.embed.", "_head.")
 _OTHERS = {
     "mtp.1.confidence_head.proj.weight": (1, 512),
     "vision.blocks.0.attn.qkv.weight": (96, 32),
@@ -550,99 +419,73 @@ _OTHERS = {
 }
 
 
-def as_released(path, **fields):
+def packer(name, tensor):
+    inside = name.startswith(("layers.", "mtp.")) and not any(part in name for part in _PLAIN)
+    if not inside or not name.endswith(".weight") or tensor.dim() != 2:
+        return None
+    return fp4 if ".experts." in name else partial(fp8, tall=32, wide=32)
+
+
+def as_released(path):
     """The checkpoint in the release's layout, and what each tensor stands for."""
-    text = changed(**fields)["text_config"]
-    config = {**CONFIGS["deepseek_v41"], "text_config": text}
-    tensors = random_tensors(config)
-    tensors |= head_tensors(find_architecture(config).Config.from_dict(config))
+    plain = Checkpoint.open(write_with_head(path.with_name("plain"), MODELS["deepseek_v41"]))
+    tensors = {name: plain.read(name) for name in plain.tensors}
     tensors |= {name: torch.randn(shape).bfloat16() for name, shape in _OTHERS.items()}
-    stored, expected = {}, {}
-    for name, one in tensors.items():
-        linear = name.endswith(".weight") and one.dim() == 2 and ".engram.embed." not in name
-        inside = name.startswith(("layers.", "mtp.")) and not any(part in name for part in _PLAIN)
-        if not linear or not inside or "_head." in name:
-            stored[name] = expected[name] = one
-            continue
-        pack = _fp4 if ".experts." in name else _fp8
-        scale = f"{name.removesuffix('weight')}scale"
-        stored[name], stored[scale], expected[name] = pack(one)
+    stored, worth = packed(tensors, packer)
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-    config["quantization_config"] = block | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}
-    return make_model.write_dense(path, config, stored), expected
+    block |= {"scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    return make_model.write_dense(
+        path, plain.config | {"quantization_config": block}, stored
+    ), worth
 
 
 def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeypatch):
-    """Calibrated, with tables that are never read whole; tables, vision and the DSpark head are
-    kept, and the head drafts."""
-    source, expected = as_released(tmp_path / "source")
-    read = Shards.read
+    """Calibrated, with tables that are never read whole, in a run that is stopped and goes on and
+    in one that is not; tables, vision and the DSpark head are kept, and the head drafts."""
+    source, worth = as_released(tmp_path / "source")
+    out, again = tmp_path / "out", tmp_path / "again"
+    with monkeypatch.context() as watched:
 
-    def watched(self, info, *others, **more):
-        assert "engram.embed" not in info.name, "a table was read whole"
-        return read(self, info, *others, **more)
+        def seen(shards, info, *_, **__):
+            assert "engram.embed" not in info.name, "a table was read whole"
 
-    monkeypatch.setattr(Shards, "read", watched)
-    checkpoint = Checkpoint.open(source)
-    for name, one in expected.items():
-        module = name.removesuffix(".weight")
-        if module in checkpoint.linears:
-            assert torch.equal(dequantize(checkpoint.weight(module)), one), name
-        elif "engram.embed" not in name:
-            assert torch.equal(checkpoint.read(name), one), name
-    table = StoredNgramTable(checkpoint, "layers.1.engram.embed")
-    numbers = torch.tensor([7, 239, 7, 0])
-    scale = expected["layers.1.engram.embed.scale"].float().repeat_interleave(32, dim=1)
-    rows = expected["layers.1.engram.embed.weight"].float() * scale
-    assert torch.equal(table.rows(numbers), rows[numbers])
-    recipe = Recipe(scheme="awq-w4a16", **SMALL_RUN)
-    quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
-    for model in (source, tmp_path / "out"):
-        answers = []
-        for draft_length in (0, 2):
-            engine = load(model, max_model_len=128, draft_length=draft_length)
-            answers.append([one.token_ids for one in completions(engine, PROMPTS, PARAMS)])
-            engine.close()
-        assert answers[0] == answers[1]
-    monkeypatch.setattr(Shards, "read", read)
-    out = Checkpoint.open(tmp_path / "out")
-    for name, one in expected.items():
-        if "engram.embed" in name:
-            assert torch.equal(out.read(name).view(torch.uint8), one.view(torch.uint8)), name
-        elif name.startswith(("mtp.", "vision.", "aligner.", "image_")):
-            assert torch.equal(out.read(name).float(), one.float()), name
-    manifest = json.loads((tmp_path / "out/manifest.json").read_text())["tensors"]
+        note(watched, Shards, "read", seen)
+        checkpoint = Checkpoint.open(source)
+        check_read(checkpoint, {name: worth[name] for name in worth if "engram.embed" not in name})
+        table, numbers = "layers.1.engram.embed", torch.tensor([7, 239, 7, 0])
+        scale = worth[f"{table}.scale"].float().repeat_interleave(32, dim=1)
+        rows = worth[f"{table}.weight"].float() * scale
+        assert torch.equal(StoredNgramTable(checkpoint, table).rows(numbers), rows[numbers])
+        recipe = Recipe(scheme="awq-w4a16", **SMALL)
+
+        def stop(event):
+            if getattr(event, "unit", "") == "layers.3.attend":
+                raise KeyboardInterrupt
+
+        with pytest.raises(Interrupted):
+            quantized(source, out, recipe, on_event=stop)
+        for path in (out, again):
+            quantized(source, path, recipe)
+        for path in (source, out):
+            assert answers(path, 2)[0] == answers(path, 0)[0]
+    written, whole = Checkpoint.open(out), Checkpoint.open(again)
+    for name in written.tensors:
+        one, other = (found.read(name).view(torch.uint8) for found in (written, whole))
+        assert torch.equal(one, other), name
+    for name, one in worth.items():
+        if "engram.embed" in name or name.startswith(("mtp.", "vision.", "aligner.", "image_")):
+            assert torch.equal(written.read(name).float(), one.float()), name
+    told = [json.loads((path / "report.json").read_text())["held_out"] for path in (out, again)]
+    assert told[0] == told[1]
+    assert "accepted_length" in told[0]
+    manifest = json.loads((out / "manifest.json").read_text())["tensors"]
     assert manifest["layers.3.engram.embed.weight"]["status"] == "copied"
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path):
-    """Tables are units outside the layers, of which a restart skips none by mistake; what the head
-    read before is kept."""
-    source, _ = as_released(tmp_path / "source")
-    recipe = Recipe(scheme="awq-w4a16", **SMALL_RUN)
-
-    def stop(event):
-        if getattr(event, "unit", "") == "layers.3.attend":
-            raise KeyboardInterrupt
-
-    arguments = (SCHEMES["awq-w4a16"], "auto", recipe)
-    with pytest.raises(Interrupted):
-        quantize(source, tmp_path / "out", *arguments, device="cpu", on_event=stop)
-    quantize(source, tmp_path / "out", *arguments, device="cpu")
-    quantize(source, tmp_path / "again", *arguments, device="cpu")
-    first, second = (Checkpoint.open(tmp_path / name) for name in ("out", "again"))
-    for name in first.tensors:
-        one, other = first.read(name), second.read(name)
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
-    told = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("out", "again")]
-    assert "accepted_length" in told[0]["held_out"]
-    assert told[0]["held_out"] == told[1]["held_out"]
-
-
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    path = write(tmp_path / "model", "deepseek_v41", **changed(engram_compressed_vocab_size=280))
+    text = CONFIGS["deepseek_v41"]["text_config"] | {"engram_compressed_vocab_size": 280}
+    path = write(tmp_path / "model", "deepseek_v41", text_config=text)
     with refused("normalized texts"):
         load(path, max_model_len=128)
-    recipe = Recipe(scheme="awq-w4a16", **SMALL_RUN)
     with refused("normalized texts"):
-        quantize(path, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+        quantized(path, tmp_path / "out", Recipe(scheme="awq-w4a16", **SMALL))

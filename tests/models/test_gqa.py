@@ -1,16 +1,13 @@
 """Decoders with grouped-query attention against transformers, in float32 on tiny random models."""
 
 import pytest
-import torch
 import transformers
-from plain_weights import PlainWeights
 from quantkit_kernels.backends import use_backend
 from refused import refused
 from stated_logits import check_logits
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 
 from quantkit.models import find_architecture
-from quantkit.models.context import CausalContext
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -47,14 +44,8 @@ def test_openpangu_embedded_is_llama_with_biases_of_attention():
     peer = random_peer("Llama", {"attention_bias": True})
     config = {key: value for key, value in peer.config.to_dict().items() if key != "attention_bias"}
     config |= {"model_type": "PanguEmbedded", "bias": True}
-    architecture, token_ids = find_architecture(config), torch.randint(0, 211, (20,))
-    with torch.no_grad():
-        model = architecture.Model(
-            architecture.Config.from_dict(config), PlainWeights(checkpoint_tensors(peer))
-        )
-        assert (
-            model.logits(model(token_ids, CausalContext([20]))) - peer(token_ids[None]).logits[0]
-        ).abs().max() < 1e-4
+    check_logits(peer, config, checkpoint_tensors(peer), [20])
+    architecture = find_architecture(config)
     for key in ("mlp_bias", "param_sink_number"):
         with refused(key):
             architecture.Config.from_dict({**config, key: True})

@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.worker import lead_or_follow
-from quantkit.models import find_architecture, is_known
+from quantkit.models import is_known
 from quantkit.models.hf_traced.full_model import TransformersModel
 
 SIZES = TABLES["fallback"]
@@ -101,10 +101,3 @@ def test_the_server_says_what_it_does_not_compute(case, tmp_path):
     ) as fault:
         lead_or_follow(EngineOptions(written(peer_of(case), tmp_path / case), device="cpu"))
     assert "run, eval and ppl compute it by transformers" in fault.value.remedy
-
-
-def test_a_gate_that_nobody_has_is_refused_by_the_file():
-    config = {**SIZES, "model_type": "llama", "hidden_act": "glue", "rms_norm_eps": 1e-6}
-    assert is_known(config)
-    with refused("hidden_act = 'glue'"):
-        find_architecture(config).Config.from_dict(config)

@@ -1,36 +1,27 @@
 """Kimi-K3 against a statement of the release's public code (modeling_kimi_linear.py), written out
-here in float32 token by token, for transformers does not have it; and over a cache, however a text
-is cut."""
+here in float32 token by token, for transformers does not have it; and as it is published."""
 
 import functools
 import math
-import random
 
 import make_model
 import pytest
 import torch
-from cut_texts import furthest_from_whole
-from engines import check_same_answers, load
-from plain_weights import PlainWeights
-from quantkit_kernels import rms_norm
+from quantized import quantized
 from refused import refused
+from releases import check_read, fp4
+from small_recipe import SMALL
+from stated_logits import Statement, check_logits
 from tiny_models import CONFIGS, random_tensors, write
 from torch.nn import functional as F
-from ulp_bound import assert_near, movement
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.executor.weights.load import load_model
-from quantkit.grids.base import dequantize
-from quantkit.grids.schemes import SCHEMES
-from quantkit.models import attention_residuals, find_architecture
-from quantkit.models.context import CausalContext
+from quantkit.models import find_architecture
 from quantkit.models.stored_parameters import read_model
-from quantkit.quantization.run import quantize
 
 LENGTHS = [40, 7, 1]
-TOKEN_IDS = torch.randint(1, 320, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
 TEXT = CONFIGS["kimi_k3"]["text_config"]
 DELTA = TEXT["linear_attn_config"]
 CASES = {
@@ -77,21 +68,21 @@ def tensors_of(config):
     }
 
 
-class Stated:
+class Stated(Statement):
     """One text, all tokens at once, but the recurrence token by token."""
 
     def __init__(self, config, tensors):
         self.c = {"routed_scaling_factor": 1.0, "moe_renormalize": True} | config["text_config"]
-        self.tensors, self.eps = tensors, self.c["rms_norm_eps"]
+        self.t, self.eps = tensors, self.c["rms_norm_eps"]
 
-    def t(self, name):
-        return self.tensors[f"language_model.{name}.weight"]
+    def weight(self, name):
+        return self.t[f"language_model.{name}.weight"]
 
     def linear(self, x, name):
-        return x @ self.t(name).T
+        return x @ self.weight(name).T
 
     def norm(self, x, name, eps=None):
-        return F.rms_norm(x, x.shape[-1:], self.t(name), self.eps if eps is None else eps)
+        return F.rms_norm(x, x.shape[-1:], self.weight(name), self.eps if eps is None else eps)
 
     def situ(self, gate, up):
         beta, linear = self.c["activation_situ_beta"], self.c["activation_situ_linear_beta"]
@@ -106,7 +97,7 @@ class Stated:
     def over_residuals(self, current, blocks, name):
         v = torch.stack([*blocks, current], dim=1)
         k = v * (v.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        scores = (k * (self.t(f"{name}_norm") * self.t(f"{name}_proj")[0])).sum(-1)
+        scores = (k * (self.weight(f"{name}_norm") * self.weight(f"{name}_proj")[0])).sum(-1)
         return (scores.softmax(-1)[:, None] @ v)[:, 0]
 
     def latent_attention(self, x, p):
@@ -130,16 +121,16 @@ class Stated:
 
         def side(name):
             y = self.linear(x, f"{p}.{name}_proj").T[None]
-            weight = self.t(f"{p}.{name}_conv1d")
+            weight = self.weight(f"{p}.{name}_conv1d")
             y = F.conv1d(F.pad(y, (kernel - 1, 0)), weight, groups=len(weight))[0].T
             return F.silu(y).unflatten(1, (heads, dim))
 
         q, k, v = map(side, "qkv")
         q, k = (one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (q, k))
         raw = self.linear(self.linear(x, f"{p}.f_a_proj"), f"{p}.f_b_proj")
-        raw = raw + self.tensors[f"language_model.{p}.dt_bias"]
+        raw = raw + self.t[f"language_model.{p}.dt_bias"]
         raw = raw.unflatten(1, (heads, dim))
-        rate = self.tensors[f"language_model.{p}.A_log"][:heads].exp()[:, None]
+        rate = self.t[f"language_model.{p}.A_log"][:heads].exp()[:, None]
         lower = own["gate_lower_bound"]
         decay = -rate * F.softplus(raw) if lower is None else lower * torch.sigmoid(rate * raw)
         beta = torch.sigmoid(self.linear(x, f"{p}.b_proj"))
@@ -157,7 +148,7 @@ class Stated:
     def mixture(self, x, p):
         c = self.c
         scores = torch.sigmoid(self.linear(x, f"{p}.gate"))
-        chosen = scores + self.tensors[f"language_model.{p}.gate.e_score_correction_bias"]
+        chosen = scores + self.t[f"language_model.{p}.gate.e_score_correction_bias"]
         if (groups := c.get("num_expert_group", 1)) > 1:
             best = chosen.unflatten(1, (groups, -1)).topk(2).values.sum(-1)
             kept = torch.zeros_like(best).scatter_(1, best.topk(c["topk_group"]).indices, 1)
@@ -178,8 +169,8 @@ class Stated:
         back = self.linear(routed, f"{p}.routed_expert_up_proj")
         return back + self.mlp(x, f"{p}.shared_experts")
 
-    def __call__(self, token_ids):
-        current, blocks = self.t("model.embed_tokens")[token_ids], []
+    def logits(self, token_ids):
+        current, blocks = self.weight("model.embed_tokens")[token_ids], []
         for layer in range(self.c["num_hidden_layers"]):
             p = f"model.layers.{layer}"
             x, before = current, current
@@ -202,42 +193,9 @@ class Stated:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_statement_of_the_release(case):
-    """Of the whole stack, and layer by layer as calibration walks it."""
     config_dict = config_of(case)
-    architecture = find_architecture(config_dict)
-    config, tensors = architecture.Config.from_dict(config_dict), tensors_of(config_dict)
-    with torch.no_grad():
-        stated = Stated(config_dict, tensors)
-
-        def logits():
-            return torch.cat([stated(own) for own in TOKEN_IDS.split(LENGTHS)])
-
-        expected = logits()
-        moved = movement(logits, tensors.values())
-        model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
-        whole = model(TOKEN_IDS, CausalContext(LENGTHS))
-        assert expected.abs().max() > 1
-        assert_near(model.logits(whole), expected, moved)
-        context, streams = CausalContext(LENGTHS), config.streams
-        hidden = streams.first(model.embedding[TOKEN_IDS], TOKEN_IDS)
-        for layer in model.layers:
-            hidden = layer.feed_forward(layer.attend(hidden, context), context)
-        gains = PlainWeights(tensors)
-        end = rms_norm(
-            streams.merged(hidden, gains, model.norm, stated.eps), model.norm, stated.eps
-        )
-    assert (end - whole).abs().max() < 1e-4
-    table = {row.name: row.shape for row in architecture.parameters(config)}
-    assert table == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def test_a_text_is_the_same_however_it_is_cut(tmp_path, monkeypatch):
-    """Latents are cached as they are, not in 16 bits, by which experts would change; streams are
-    read a few tokens at once."""
-    monkeypatch.setattr(attention_residuals, "_ROWS", 7)
-    monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
-    loaded = load_model(write(tmp_path / "model", "kimi_k3"), device="cpu", dtype="float32")
-    assert furthest_from_whole(loaded, random.Random(4)) < 1e-4
+    tensors = tensors_of(config_dict)
+    check_logits(Stated(config_dict, tensors), config_dict, tensors, LENGTHS)
 
 
 def test_a_text_model_alone_is_not_taken_for_kimi_linear():
@@ -283,22 +241,20 @@ REFUSED_DELTA = {
 def test_what_is_not_computed_is_refused():
     config = CONFIGS["kimi_k3"]
     read = find_architecture(config).Config.from_dict
-    for name, value in REFUSED.items():
+    texts = [(name, {**TEXT, name: value}) for name, value in REFUSED.items()]
+    texts += [
+        (name, {**TEXT, "linear_attn_config": {**DELTA, name: value}})
+        for name, value in REFUSED_DELTA.items()
+    ]
+    texts += [
+        (name, {key: value for key, value in TEXT.items() if key != name})
+        for name in ("hidden_act", "mla_use_output_gate", "attn_res_block_size")
+    ]
+    for name, text in [*texts, ("text_config", None)]:
         with refused(name):
-            read({**config, "text_config": {**TEXT, name: value}})
-    for name, value in REFUSED_DELTA.items():
-        own = {**TEXT, "linear_attn_config": {**DELTA, name: value}}
-        with refused(name):
-            read({**config, "text_config": own})
-    for name in ("hidden_act", "mla_use_output_gate", "attn_res_block_size"):
-        with refused(name):
-            read({**config, "text_config": {k: v for k, v in TEXT.items() if k != name}})
-    for changed, line in (
-        ({"text_config": None}, "text_config"),
-        ({"tie_word_embeddings": 1}, "tie"),
-    ):
-        with refused(line):
-            read({**config, **changed})
+            read({**config, "text_config": text})
+    with refused("tie"):
+        read({**config, "tie_word_embeddings": 1})
 
 
 PUBLISHED = {
@@ -331,8 +287,6 @@ def test_the_table_has_every_tensor_of_the_release():
     assert (count, size) == (497_220, 1_560_860_324_864)
 
 
-VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E2M1 = torch.cat((VALUES, -VALUES))
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "mxfp4-pack-quantized",
@@ -360,71 +314,46 @@ PACKED = {
 
 def release(path):
     """A checkpoint as the release is: packed experts, a vision tower; and what its tensors are."""
-    plain = random_tensors(CONFIGS["kimi_k3"])
-    rng, stored, expected = torch.Generator().manual_seed(5), {}, {}
-    for name, tensor in plain.items():
-        if ".experts." not in name:
-            stored[name] = expected[name] = tensor
-            continue
-        module, (rows, columns) = name.removesuffix(".weight"), tensor.shape
-        codes = torch.randint(0, 16, tensor.shape, generator=rng, dtype=torch.uint8)
-        scales = torch.randint(118, 123, (rows, columns // 32), generator=rng, dtype=torch.uint8)
-        stored[f"{module}.weight_packed"] = codes[:, ::2] | codes[:, 1::2] << 4
-        stored[f"{module}.weight_scale"] = scales
-        scale = torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1)
-        expected[name] = E2M1[codes.long()] * scale
-    outside = {
-        "vision_tower.patch_embed.proj.weight": torch.randn(8, 3, 2, 2, generator=rng).bfloat16(),
-        "vision_tower.encoder.blocks.0.wqkv.weight": torch.randn(24, 8, generator=rng).bfloat16(),
-        "mm_projector.proj.0.weight": torch.randn(32, 32, generator=rng).bfloat16(),
-    }
+    stored, worth = {}, {}
+    for name, tensor in random_tensors(CONFIGS["kimi_k3"]).items():
+        if ".experts." in name:
+            module = name.removesuffix(".weight")
+            stored[f"{module}.weight_packed"], scale, worth[name] = fp4(tensor)
+            stored[f"{module}.weight_scale"] = scale.view(torch.uint8)
+        else:
+            stored[name] = worth[name] = tensor
+    outside = {name: torch.randn(shape).bfloat16() for name, shape in OUTSIDE.items()}
     config = {
         **CONFIGS["kimi_k3"],
         "text_config": {**TEXT, "quantization_config": PACKED},
         "vision_config": {"patch_size": 2},
     }
-    return make_model.write_dense(path, config, stored | outside), expected | outside
+    return make_model.write_dense(path, config, stored | outside), worth | outside
+
+
+OUTSIDE = {
+    "vision_tower.patch_embed.proj.weight": (8, 3, 2, 2),
+    "vision_tower.encoder.blocks.0.wqkv.weight": (24, 8),
+    "mm_projector.proj.0.weight": (32, 32),
+}
 
 
 def test_the_release_is_read_to_the_bit_and_its_vision_tower_copied(tmp_path):
-    made, expected = release(tmp_path / "release")
-    found = Checkpoint.open(made)
-    assert {row.name for row in read_model(found).rows} == {*expected}
-    for row in read_model(found).rows:
-        packed = row.module in found.linears
-        assert packed == (row.block == "expert")
-        read = dequantize(found.weight(row.module)) if packed else found.read(row.name)
-        assert torch.equal(read.float(), expected[row.name].float()), row.name
-    text, awq = tmp_path / "text.txt", "awq-w4a16"
-    text.write_text(" ".join(str(i * i % 97) for i in range(900)))
-    sizes = {"samples": 4, "held_out": 2, "seq_len": 48, "search_rows": 16}
-    recipe = Recipe(scheme=awq, calibration=str(text), **sizes)
-    quantize(made, tmp_path / "out", SCHEMES[awq], "auto", recipe)
-    out = Checkpoint.open(tmp_path / "out")
-    for name in expected:
-        if name.startswith(("vision_tower.", "mm_projector.")):
-            assert torch.equal(out.read(name), expected[name])
+    made, worth = release(tmp_path / "release")
+    found, out = Checkpoint.open(made), tmp_path / "out"
+    assert {row.name for row in read_model(found).rows} == {*worth}
+    assert {row.module for row in read_model(found).rows if row.block == "expert"} == {
+        *found.linears
+    }
+    check_read(found, worth)
+    quantized(made, out, Recipe(scheme="awq-w4a16", **SMALL))
+    for name in OUTSIDE:
+        assert torch.equal(Checkpoint.open(out).read(name), worth[name])
     own = diagnose(str(made), depth="tensors")
-    rounded = diagnose(str(tmp_path / "out"), source=str(made), depth="tensors")
+    rounded = diagnose(str(out), source=str(made), depth="tensors")
     for one in (*own.findings.found, *rounded.findings.found):
         assert one.severity != "error", one
-    scheme = SCHEMES["mxfp4-w4a16"]
-    plain = write(tmp_path / "plain", "kimi_k3")
-    copy = tmp_path / "copy"
-    quantize(plain, copy, scheme, "auto", Recipe(scheme=scheme.name, methods=()))
+    plain, copy = write(tmp_path / "plain", "kimi_k3"), tmp_path / "copy"
+    quantized(plain, copy, Recipe(scheme="mxfp4-w4a16", methods=()))
     with refused("already quantized"):
-        quantize(copy, tmp_path / "again", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
-
-
-def test_answers_do_not_depend_on_how_they_are_computed(tmp_path):
-    """Prompts in chunks and beside steps, requests that make way for others, captured steps; what
-    cannot be is refused."""
-    path = write(tmp_path / "model", "kimi_k3")
-    check_same_answers(path, (True, {}))
-    for options, line in (
-        ({"draft_length": 1}, "no MTP layer"),
-        ({"prompt_lookup": 2}, "cannot be rolled back"),
-        ({"prefix_cache": True}, "cannot share"),
-    ):
-        with refused(line):
-            load(path, **options)
+        quantized(copy, tmp_path / "again", "rtn-w4a16")

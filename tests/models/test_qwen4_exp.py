@@ -1,14 +1,14 @@
 """Qwen3.8-Flash-Next against transformers, in float32 on tiny random models, and as it is
 published."""
 
-import json
-
 import make_model
 import pytest
 import torch
+from edited import edited
 from engines import load
 from quantized import quantized
 from refused import refused
+from releases import stacked
 from small_recipe import SMALL
 from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
@@ -67,17 +67,6 @@ def test_the_hash_is_that_of_the_release():
     assert sizes.part_rows == [2500012] * 128
 
 
-def test_drafts_and_shared_beginnings_are_refused(tmp_path):
-    path = write(tmp_path / "model", "qwen4_exp")
-    for options, reason in (
-        ({"draft_length": 1}, "MTP"),
-        ({"prompt_lookup": 2}, "rolled back"),
-        ({"prefix_cache": True}, "prefix-cache"),
-    ):
-        with refused(reason):
-            load(path, **options)
-
-
 def coded_table(path, target):
     """The model with its table in E4M3 and one scale, and with what these codes are worth."""
     source = Checkpoint.open(path)
@@ -124,21 +113,10 @@ def test_a_table_in_fp8_is_looked_up_and_kept_as_it_is(tmp_path):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_a_table_whose_file_becomes_shorter_is_named(tmp_path):
-    path = write(tmp_path / "model", "qwen4_exp")
-    checkpoint = Checkpoint.open(path)
-    shard = f"{TABLE}.ngram_embedding.shard_1.weight"
-    with (path / checkpoint.tensors[shard].shard).open("r+b") as file:
-        file.truncate(1000)
-    with refused("became shorter"):
-        checkpoint.read_rows(shard, torch.tensor([1]))
-
-
 def test_other_numbers_of_the_hash_are_refused(tmp_path):
-    text = {**TEXT, "seed": 4321}
     path = write(tmp_path / "model", "qwen4_exp", text_config=TEXT)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    with edited(path / "config.json") as config:
+        config["text_config"]["seed"] = 4321
     with refused("layer_multipliers"):
         load_model(path, device="cpu")
 
@@ -148,15 +126,7 @@ def test_the_layout_of_the_release(tmp_path):
     path = write(tmp_path / "plain", "qwen4_exp")
     plain = Checkpoint.open(path)
     tensors = {name: plain.read(name) for name in plain.tensors}
-    release = {name: one for name, one in tensors.items() if ".experts." not in name}
-    for mlp in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
-        gate, up, down = (
-            torch.stack([tensors[f"{mlp}.experts.{n}.{side}_proj.weight"] for n in range(4)])
-            for side in ("gate", "up", "down")
-        )
-        release[f"{mlp}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
-        release[f"{mlp}.experts.down_proj"] = down
-    release |= {
+    release = stacked(tensors) | {
         name: torch.randn(8, 8).bfloat16()
         for name in ("mtp.fc_hidden.weight", "model.visual.blocks.0.attn.qkv.weight")
     }

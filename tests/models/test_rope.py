@@ -38,23 +38,12 @@ DESCRIPTIONS = [
         },
     ),
     *combinations(
-        YARN, {"beta_fast": (None, 16), "beta_slow": (None, 0.5, 0), "truncate": ("-", False, True)}
+        YARN, {"beta_fast": (None, 16), "beta_slow": (None, 0), "truncate": ("-", False)}
     ),
+    *combinations(YARN, {"mscale": ("-", 0, 0.7), "mscale_all_dim": ("-", 0, 1.0)}),
+    *combinations(YARN, {"factor": (1.0, None, 40), "attention_factor": ("-", None, 1.3)}),
     *combinations(
-        YARN,
-        {
-            "mscale": ("-", 0, 0.7, 1.0),
-            "mscale_all_dim": ("-", 0, 1.0),
-            "attention_factor": ("-", None, 1.3),
-        },
-    ),
-    *combinations(
-        YARN,
-        {
-            "factor": (1.0, None, 40),
-            "original_max_position_embeddings": (4096, 16),
-            "truncate": (False, True),
-        },
+        YARN, {"original_max_position_embeddings": (4096, 16), "truncate": (False, True)}
     ),
     *combinations({"rope_type": "yarn"}, {"factor": (2.0, 32), "beta_fast": ("-", 1)}),
 ]

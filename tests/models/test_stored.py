@@ -1,22 +1,29 @@
-"""config.json against what the headers hold, before a table is built."""
+"""config.json against what the headers hold, before a table is built; and a linear that is stored
+unquantized and not listed so, which every command that opens the checkpoint refuses."""
 
 import json
-import shutil
 
 import make_model
+import other_names
 import pytest
 import torch
 from commands import command
+from edited import edited
+from packed_model import write_packed
 from refused import refused
 from safetensors.torch import save_file
-from tiny_models import CASES
+from tiny_models import CASES, CONFIGS
 
+from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.deploy.launch import deploy
 from quantkit.diagnosis.inspect import describe
 from quantkit.executor.weights.load import load_model
+from quantkit.grids.int_groups import IntGrid
 from quantkit.models import table
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.checks import take_inventory
+from quantkit.quantization.convert import convert
 
 CONFIG = {
     "hidden_size": 128,
@@ -111,16 +118,6 @@ def test_a_null_field_is_held_against_the_tensors(tmp_path):
         take_inventory(Checkpoint.open(path), calibrated=False)
 
 
-def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path):
-    folder = written(tmp_path / "model")
-    tensors = make_model.random_tensors(make_model.tiny_config(**CONFIG))
-    del tensors["model.layers.2.enorm.weight"]
-    shutil.rmtree(folder)
-    make_model.write_dense(folder, make_model.tiny_config(**CONFIG), tensors)
-    with refused(r"lacks model\.layers\.2\.enorm\.weight; download the missing shard"):
-        take_inventory(Checkpoint.open(folder))
-
-
 @pytest.mark.parametrize("prefix", ["model.model.", "module.model.", "language_model.model."])
 def test_a_prefix_of_another_writer_is_named_and_repaired(prefix, tmp_path):
     """The remedy is the one that check prints, and works as printed."""
@@ -183,43 +180,91 @@ def test_every_field_is_told_by_name(field, value, fault, tmp_path):
 
 def test_what_the_architecture_decides_is_not_read(tmp_path):
     """`routing` and `qk_norm` are fields of our own dataclass, and no keys of config.json."""
-    shapes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    config = {**shapes, "model_type": "llama", "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, "routing": {"x": 1}, "qk_norm": True, "dense_layers": 5})
-    )
-    save_file(
-        {"model.norm.weight": torch.ones(32)},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    config = {**CONFIGS["llama"], "routing": {"x": 1}, "qk_norm": True, "dense_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    norm = {"model.norm.weight": torch.ones(256)}
+    save_file(norm, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = read_model(Checkpoint.open(tmp_path)).config
     assert found.routing is None
     assert not any("q_norm" in row.name for row in read_model(Checkpoint.open(tmp_path)).rows)
 
 
-def test_a_slow_expression_in_a_list_of_modules_is_refused(tmp_path):
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": 32,
-        "symmetric": True,
-    }
-    block = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-    folder = written(
-        tmp_path / "model",
-        lambda config: config.update(quantization_config=block | {"ignore": ["re:(.|..)+[A-Z]$"]}),
-    )
+def test_a_slow_expression_in_a_list_of_modules_is_refused(packed):
+    with edited(packed / "config.json") as config:
+        config["quantization_config"]["ignore"] = ["re:(.|..)+[A-Z]$"]
     with refused("takes too long to match; write a simpler expression"):
-        read_model(Checkpoint.open(folder))
+        read_model(Checkpoint.open(packed))
+
+
+GRID = IntGrid(4, 128, True)
+COMMANDS = {
+    "inspect": lambda path: describe(Checkpoint.open(path)),
+    "convert": lambda path: convert(path, path.with_name("out"), dtype="bf16"),
+    "run": lambda path: load_model(path, device="cpu"),
+    "deploy": lambda path: deploy(path, "vllm"),
+}
+
+
+KV_B = r"re:.*self_attn\.kv_b_proj$"
+
+
+def change(path, without=None, listing=(), **fields):
+    """Of config.json: an entry less in the list of plain modules, others more, other fields."""
+    with edited(path / "config.json") as config:
+        config |= fields
+        ignore = config["quantization_config"]["ignore"]
+        if without is not None:
+            ignore.remove(without)
+        ignore += listing
+
+
+@pytest.fixture
+def packed(tmp_path):
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
+    return write_packed(
+        tmp_path / "model", config, make_model.random_tensors(config), compressed_int4.FORMAT, GRID
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_it(command, packed):
+    change(packed, KV_B)
+    with refused(r"kv_b_proj is unquantized, but .*config\.json does not list it so"):
+        COMMANDS[command](packed)
+    assert not packed.with_name("out").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_an_architecture_without_a_table_goes_by_names(command, packed):
+    change(packed, model_type="mystery")
+    COMMANDS[command](packed)
+    change(packed, KV_B)
+    with refused("kv_b_proj is unquantized, but"):
+        COMMANDS[command](packed)
+
+
+def test_a_tensor_beside_the_table_goes_by_its_name(packed):
+    change(packed, num_nextn_predict_layers=0)
+    read_model(Checkpoint.open(packed))
+    change(packed, KV_B, [f"model.layers.{n}.self_attn.kv_b_proj" for n in (0, 1)])
+    with refused(r"layers\.2\.self_attn\.kv_b_proj is unquantized, but"):
+        read_model(Checkpoint.open(packed))
+
+
+def test_the_table_tells_linears_with_other_names(monkeypatch, tmp_path):
+    other_names.register(monkeypatch)
+    config = other_names.tiny_config()
+    tensors = other_names.random_tensors(config)
+    path = write_packed(
+        tmp_path / "model",
+        config,
+        tensors,
+        compressed_int4.FORMAT,
+        GRID,
+        lambda row: row.expert is not None,
+    )
+    read_model(Checkpoint.open(path))
+    ignore = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    change(path, next(entry for entry in ignore if "wq" in entry))
+    with refused(r"blocks\.0\.att\.wq is unquantized, but .*config\.json does not list it so"):
+        read_model(Checkpoint.open(path))

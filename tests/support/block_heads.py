@@ -5,6 +5,7 @@ import torch
 from tiny_models import CONFIGS, random_tensors, rows_of
 
 from quantkit.models import find_architecture, find_block_head
+from quantkit.models.dspark import Window
 
 V4 = {
     "model_type": "deepseek_v4",
@@ -31,3 +32,13 @@ def write_with_head(path, config):
     }
     tensors["head.weight"][:3] *= 30
     return make_model.write_dense(path, config, tensors | head)
+
+
+def block_after(head, keys, at, token):
+    """Hidden states of the block that follows the text of these keys [T, ...] up to `at`, and this
+    token [1]."""
+    there = min(at, head.window)
+    window = torch.zeros(1, head.window, *keys.shape[1:])
+    window[0, head.window - there :] = keys[at - there : at]
+    seen = torch.arange(head.window)[None] >= head.window - there
+    return head.hidden(token, torch.tensor([at]), Window(window, seen))[0]

@@ -1,5 +1,6 @@
 """openPangu's models as the vendor describes them, written apart from the model code."""
 
+import stated_logits
 import torch
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ def norm(x, gain, eps):
     return gain * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-class Statement:
+class Statement(stated_logits.Statement):
     """One text through the model as the vendor's description has it, every matrix spelled out;
     nothing of quantkit. What config.json does not have is left out: openPangu-Ultra-MoE has one
     stream, no convolution, no learned tokens, no windows and no indexer."""

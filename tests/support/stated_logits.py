@@ -1,5 +1,5 @@
-"""A forward over whole texts against transformers' own: logits, the layers one by one as
-calibration walks them, and an MTP layer."""
+"""A forward over whole texts against transformers' own, or a statement of the release: logits, the
+layers one by one as calibration walks them, and an MTP layer."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,6 @@ from ulp_bound import assert_near, movement
 
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper_connections import unpack_streams
 
 
 def opened(config_dict, tensors):
@@ -37,22 +36,42 @@ def check_logits(peer, config_dict, tensors, lengths, token_ids=None):
     logits, expected = model.logits(whole), stated()
     assert expected.abs().max() > 1
     assert_near(logits, expected, movement(stated, peer.parameters()))
-    if config.streams is not None:
-        check_layers(model, token_ids, lengths, whole)
+    check_layers(model, weights, token_ids, lengths, whole)
     check_table(architecture.parameters(config), tensors)
     return model, whole, logits
 
 
 @torch.no_grad()
-def check_layers(model, token_ids, lengths, whole):
-    """One after the other over packed streams they give what the stack gives."""
-    context, streams = CausalContext(lengths), model.config.streams
-    hidden = streams.first(model.embedding[token_ids], token_ids)
+def check_layers(model, weights, token_ids, lengths, whole):
+    """One after the other they give what the stack gives, each half by itself where texts may be so
+    long: nothing is left in a context then."""
+    config, streams, context = model.config, model.config.streams, CausalContext(lengths)
+
+    def own_context():
+        return CausalContext(lengths) if config.max_independent_tokens is None else context
+
+    hidden = model.embedding[token_ids]
+    if streams is not None:
+        hidden = streams.first(hidden, token_ids)
     for layer in model.layers:
-        hidden = layer.feed_forward(layer.attend(hidden, context), context)
-    streams, _ = unpack_streams(hidden, model.count)
-    end, _ = model.end(streams, model.norm, model.config.rms_norm_eps)
+        hidden = layer.feed_forward(layer.attend(hidden, own_context()), own_context())
+    end = hidden
+    if streams is not None:
+        end = streams.merged(hidden, weights, model.norm, config.rms_norm_eps)
+    if len(model.norm) == end.shape[1]:
+        end = F.rms_norm(end, model.norm.shape, model.norm, config.rms_norm_eps)
     assert (end - whole).abs().max() < 1e-4 * max(1, whole.abs().max())
+
+
+class Statement:
+    """A release's forward written out in a test, asked as a model of transformers is. A subclass
+    has its tensors by name, `t`, and logits(token_ids [T]) -> [T, V]."""
+
+    def __call__(self, token_ids):
+        return SimpleNamespace(logits=self.logits(token_ids[0])[None])
+
+    def parameters(self):
+        return self.t.values()
 
 
 def check_table(rows, tensors):
