@@ -135,7 +135,8 @@ WHOLE = {
     "a byte order mark": stream(b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END),
     "odd values": stream(
         event({"choices": None, "usage": None, "error": None}),
-        chunk(TEXT, logprobs=None, index="0", finish_reason="null"),
+        chunk(TEXT[:5], logprobs=None, index="0", finish_reason="null"),
+        chunk(TEXT[5:]),
         event({"error": False, "choices": [{"delta": None, "finish_reason": "STOP"}]}),
         event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}),
         b"data: [done]\n\n",
