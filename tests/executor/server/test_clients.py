@@ -98,104 +98,68 @@ def test_a_tool_is_called_and_its_result_answered(client):
         "get_weather",
         {"city": "Oslo"},
     )
-    text, calls, reason = streamed(
-        client.chat.completions.create(messages=QUESTION, stream=True, **asked)
-    )
-    assert (text, [one[1:] for one in calls], reason) == (
-        "Let me look.",
-        [["get_weather", call.function.arguments]],
-        "tool_calls",
-    )
+    chunks = client.chat.completions.create(messages=QUESTION, stream=True, **asked)
+    text, calls, reason = streamed(chunks)
+    assert (text, reason) == ("Let me look.", "tool_calls")
+    assert [one[1:] for one in calls] == [["get_weather", call.function.arguments]]
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    second = client.chat.completions.create(
-        messages=[*QUESTION, first.message, result], **asked
-    ).choices[0]
-    assert (second.finish_reason, second.message.content, second.message.tool_calls) == (
-        "stop",
-        "It is sunny in Oslo.",
-        None,
-    )
-    silent = client.chat.completions.create(messages=QUESTION, tool_choice="none", **asked).choices[
-        0
-    ]
-    assert silent.message.tool_calls is None
+    told = [*QUESTION, first.message, result]
+    second = client.chat.completions.create(messages=told, **asked).choices[0]
+    assert (second.finish_reason, second.message.tool_calls) == ("stop", None)
+    assert second.message.content == "It is sunny in Oslo."
+    silent = client.chat.completions.create(messages=QUESTION, tool_choice="none", **asked)
+    assert silent.choices[0].message.tool_calls is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_must_be_called_is(client, stream):
-    asked = {
-        "model": "tiny",
-        "messages": QUESTION,
-        "tools": [WEATHER, NOW],
-        "temperature": 1.3,
-        "seed": 5,
-    }
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, NOW]}
+    asked |= {"temperature": 1.3, "seed": 5, "parallel_tool_calls": False}
 
-    def calls(**more):
-        made = client.chat.completions.create(**asked, **more, stream=stream)
+    def called(choice):
+        made = client.chat.completions.create(**asked, tool_choice=choice, stream=stream)
         if stream:
             _, found, reason = streamed(made)
+            ((_, name, arguments),) = found
         else:
-            found = [
-                [one.id, one.function.name, one.function.arguments]
-                for one in made.choices[0].message.tool_calls
-            ]
-            reason = made.choices[0].finish_reason
+            ((call,), reason) = made.choices[0].message.tool_calls, made.choices[0].finish_reason
+            name, arguments = call.function.name, call.function.arguments
             assert made.choices[0].message.content is None
         assert reason == "tool_calls"
-        return found
+        return name, json.loads(arguments)
 
-    named = calls(
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        parallel_tool_calls=False,
-    )
-    assert [one[1] for one in named] == ["get_weather"]
-    arguments = json.loads(named[0][2])
-    assert arguments["city"] in ("Oslo", "Rome")
+    name, arguments = called({"type": "function", "function": {"name": "get_weather"}})
+    assert (name, arguments["city"] in ("Oslo", "Rome")) == ("get_weather", True)
     assert 1 <= arguments["days"] <= 9
-    (required,) = calls(tool_choice="required", parallel_tool_calls=False)
-    assert required[1] in ("get_weather", "now")
+    assert called("required")[0] in ("get_weather", "now")
 
 
 def test_strict_arguments_fit_although_the_model_calls_of_itself(client):
     """What it would say lacks `days`."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     asked = {"model": "tiny", "messages": QUESTION, "temperature": 0, "max_tokens": 200}
-    (call,) = (
-        client.chat.completions.create(tools=[strict], parallel_tool_calls=False, **asked)
-        .choices[0]
-        .message.tool_calls
-        or []
-    )
+    made = client.chat.completions.create(tools=[strict], parallel_tool_calls=False, **asked)
+    (call,) = made.choices[0].message.tool_calls or []
     assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
 def test_an_answer_fits_a_schema(client):
     asked = {"model": "tiny", "messages": QUESTION, "temperature": 1.0, "seed": 3}
-    parsed = (
-        client.chat.completions.parse(response_format=Weather, **asked).choices[0].message.parsed
-    )
+
+    def parsed_message(**more):
+        made = client.chat.completions.parse(response_format=Weather, **asked, **more)
+        return made.choices[0].message
+
+    parsed = parsed_message().parsed
     assert isinstance(parsed, Weather)
     with client.chat.completions.stream(response_format=Weather, **asked) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == parsed
-    other = (
-        client.chat.completions.parse(
-            response_format=Weather, tools=[openai.pydantic_function_tool(Weather)], **asked
-        )
-        .choices[0]
-        .message
-    )
+    other = parsed_message(tools=[openai.pydantic_function_tool(Weather)])
     assert (other.parsed is None) != (not other.tool_calls), "a call, or an answer that fits"
-    options = {"guided_choice": ["yes", "no"]}
-    assert client.chat.completions.create(**asked, extra_body=options).choices[
-        0
-    ].message.content in ("yes", "no")
-    text = client.completions.create(
-        model="tiny",
-        prompt="a",
-        max_tokens=30,
-        extra_body={"structured_outputs": {"regex": "x{4}"}},
-    )
+    chosen = client.chat.completions.create(**asked, extra_body={"guided_choice": ["yes", "no"]})
+    assert chosen.choices[0].message.content in ("yes", "no")
+    form = {"structured_outputs": {"regex": "x{4}"}}
+    text = client.completions.create(model="tiny", prompt="a", max_tokens=30, extra_body=form)
     assert text.choices[0].text == "xxxx"
 
 
@@ -212,27 +176,21 @@ def test_a_schema_holds_behind_the_thoughts(client):
 
 
 def test_responses(client):
-    asked = {"model": "tiny", "temperature": 0}
-    whole = client.responses.create(input="How is the weather?", instructions="Be short.", **asked)
+    asked = {"model": "tiny", "temperature": 0, "input": "How is the weather?"}
+    whole = client.responses.create(instructions="Be short.", **asked)
     assert (whole.status, whole.output_text) == ("completed", "It is sunny in Oslo.")
     assert whole.usage.output_tokens == len(ANSWER)
-    events = list(
-        client.responses.create(
-            input="How is the weather?", instructions="Be short.", stream=True, **asked
-        )
-    )
-    assert (
-        "".join(event.delta for event in events if event.type == "response.output_text.delta")
-        == whole.output_text
-    )
+    events = list(client.responses.create(instructions="Be short.", stream=True, **asked))
+    assert deltas(events, "output_text") == whole.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == whole.output_text
-    cut = client.responses.create(input="How is the weather?", max_output_tokens=2, **asked)
-    assert (cut.status, cut.incomplete_details.reason if cut.incomplete_details else "") == (
-        "incomplete",
-        "max_output_tokens",
-    )
+    cut = client.responses.create(max_output_tokens=2, **asked)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def deltas(events, kind):
+    return "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
 
 
 def test_responses_call_tools_think_and_fit_schemas(client):
@@ -247,23 +205,12 @@ def test_responses_call_tools_think_and_fit_schemas(client):
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
     events = list(client.responses.create(input=items, stream=True, **asked))
-    assert (
-        "".join(
-            event.delta
-            for event in events
-            if event.type == "response.function_call_arguments.delta"
-        )
-        == call.arguments
-    )
-    done = [
-        *items,
-        *first.output,
-        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
-    ]
+    assert deltas(events, "function_call_arguments") == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    done = [*items, *first.output, result]
     assert client.responses.create(input=done, **asked).output_text == "It is sunny in Oslo."
-    parsed = client.responses.parse(
-        model="tiny", input="Weather?", temperature=0, text_format=Weather
-    )
+    asked = {"model": "tiny", "input": "Weather?", "temperature": 0}
+    parsed = client.responses.parse(text_format=Weather, **asked)
     assert isinstance(parsed.output_parsed, Weather)
 
 
@@ -305,23 +252,21 @@ def test_echo_and_the_log_probabilities_of_prompts(client, peer):
     assert choice.logprobs.token_logprobs == pytest.approx(scores, abs=1e-4)
     assert choice.logprobs.top_logprobs[0] is None
     assert "".join(choice.logprobs.tokens or []) == choice.text
-    chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-    again = [
-        score
-        for chunk in chunks
-        if chunk.choices[0].logprobs
-        for score in chunk.choices[0].logprobs.token_logprobs or []
+    chunks = [
+        one.choices[0]
+        for one in client.completions.create(prompt=prompt, stream=True, **asked)
+        if one.choices
     ]
+    assert "".join(one.text for one in chunks) == choice.text
+    again = [score for one in chunks if one.logprobs for score in one.logprobs.token_logprobs or []]
     assert again == pytest.approx(scores, abs=1e-4)
     alone = client.completions.create(prompt=prompt, **{**asked, "max_tokens": 0})
-    assert alone.choices[0].text == prompt
+    assert (alone.choices[0].text, alone.usage.completion_tokens) == (prompt, 0)
     assert len(alone.choices[0].logprobs.tokens or []) == len(ids)
-    assert alone.usage.completion_tokens == 0
-    scored = client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 2}
-    ).choices[0]
-    entries = scored.prompt_logprobs
+    form = {"max_tokens": 1, "extra_body": {"prompt_logprobs": 2}}
+    entries = (
+        client.completions.create(model="tiny", prompt=prompt, **form).choices[0].prompt_logprobs
+    )
     assert entries[0] is None
     assert entries[1][str(ids[1])]["logprob"] == pytest.approx(scores[1], abs=1e-4)
 

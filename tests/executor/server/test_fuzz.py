@@ -26,18 +26,7 @@ def url(tiny_checkpoint):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = [
-        "--device",
-        "cpu",
-        "--port",
-        str(port),
-        "--max-batch",
-        "8",
-        "--max-model-len",
-        "256",
-        "--max-queue",
-        "64",
-    ]
+    options = f"--device cpu --port {port} --max-batch 8 --max-model-len 256 --max-queue 64".split()
     command = [sys.executable, "-c", SERVE, "serve", str(tiny_checkpoint), *options]
     process = subprocess.Popen(command, env={**os.environ, "QUANTKIT_API_KEY": KEY})
     address = f"http://127.0.0.1:{port}"
