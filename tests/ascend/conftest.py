@@ -56,10 +56,9 @@ def r1_attention(tmp_path_factory):
     model itself, halves that with rotary pairs half a head apart, as openPangu-Ultra-MoE has them,
     and int8-attention int4 by that preset."""
     import make_model
+    from quantized import quantized as write
 
     from quantkit.calibrate.recipe import Recipe
-    from quantkit.grids.schemes import find_scheme
-    from quantkit.quantization import quantize
     from quantkit.quantization.mixed_precision import Mixture
 
     folder, config = tmp_path_factory.mktemp("r1_attention"), make_model.tiny_config(**R1_ATTENTION)
@@ -70,17 +69,8 @@ def r1_attention(tmp_path_factory):
     def make(scheme):
         if not (folder / scheme).exists():
             mixture = Mixture(preset="int8-attention") if scheme == "int8-attention" else Mixture()
-            grids = "rtn-w4a16" if mixture.preset else scheme
-            recipe = Recipe(scheme=grids, methods=())
-            quantize(
-                source,
-                folder / scheme,
-                find_scheme(grids),
-                "auto",
-                recipe,
-                mixture=mixture,
-                device="cpu",
-            )
+            recipe = Recipe(scheme="rtn-w4a16" if mixture.preset else scheme, methods=())
+            write(source, folder / scheme, recipe, mixture=mixture)
         return folder / scheme
 
     return make
@@ -89,25 +79,19 @@ def r1_attention(tmp_path_factory):
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory):
     """The built-in model rounded to nearest on a scheme's grid, made once."""
+    from quantized import quantized as write
+
     from quantkit.calibrate.recipe import Recipe
     from quantkit.common.assets import builtin_model
-    from quantkit.grids.schemes import find_scheme
-    from quantkit.quantization import quantize
 
     made = {}
 
     def make(scheme):
         if scheme not in made:
             made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
+            recipe = Recipe(scheme=scheme, methods=())
             target = FORMATS.get(scheme, "auto")
-            quantize(
-                builtin_model("tiny-r1"),
-                made[scheme],
-                find_scheme(scheme),
-                target,
-                Recipe(scheme=scheme, methods=()),
-                device="cpu",
-            )
+            write(builtin_model("tiny-r1"), made[scheme], recipe, target)
         return made[scheme]
 
     return make

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from kernel_formulas import chosen_experts
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.linear import Linear, quantize_rows
@@ -208,26 +209,13 @@ def route(logits, bias, how):
     """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the
     shared experts."""
     assert (how.scoring_func, how.norm_topk_prob) == ("sigmoid", True), how
-    experts = logits.shape[1]
-    ids = torch.empty(
-        len(logits), how.num_experts_per_tok + how.num_joined_experts, dtype=torch.int64
-    )
-    weights = torch.ones(ids.shape)
-    for token, row in enumerate(logits.double()):
-        scores = 1 / (1 + (-row).exp())
-        choice = scores if bias is None else scores + bias.double()
-        size = experts // how.n_group
-        groups = sorted(
-            range(how.n_group),
-            key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()),
-        )[: how.topk_group]
-        kept = [expert for group in groups for expert in range(group * size, (group + 1) * size)]
-        best = sorted(kept, key=lambda expert: -float(choice[expert]))[: how.num_experts_per_tok]
-        ids[token] = torch.tensor([*best, *range(experts, experts + how.num_joined_experts)])
-        weights[token, : how.num_experts_per_tok] = (
-            scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
-        )
-    return ids, weights
+    scores = 1 / (1 + (-logits.double()).exp())
+    best = torch.tensor(chosen_experts(scores if bias is None else scores + bias.double(), how))
+    weights = scores.gather(1, best)
+    weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20) * how.routed_scaling_factor
+    joined = torch.arange(how.num_joined_experts).expand(len(best), -1) + logits.shape[1]
+    shares = F.pad(weights.float(), (0, how.num_joined_experts), value=1.0)
+    return torch.cat([best, joined], dim=1), shares
 
 
 def moe_gate(x, router, bias, how):

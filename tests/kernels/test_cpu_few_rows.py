@@ -181,7 +181,7 @@ def test_a_row_does_not_depend_on_threads_nor_on_the_others(name):
     before = torch.get_num_threads()
     alone = torch.cat([operator(slice(row, row + 1)) for row in range(rows)])
     try:
-        for threads in (1, 2, 3, 16):
+        for threads in (1, 3, 16):
             torch.set_num_threads(threads)
             for part in (slice(0, 2), slice(1, 9), slice(0, rows), slice(rows // 3, rows)):
                 found = operator(part)

@@ -3,8 +3,7 @@ or in Triton's interpreter."""
 
 import pytest
 import torch
-from kernel_weights import exact_experts, random_experts
-from quantkit_kernels import ExpertsBuilder
+from kernel_weights import exact_experts, layer, placed, random_experts
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance
 from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts, sort_many_pairs
@@ -15,10 +14,7 @@ COUNT = 5
 
 
 def made(weights, dtype):
-    builder = ExpertsBuilder(COUNT, backend="triton", dtype=dtype, device=DEVICE)
-    for expert, (gate, up, down) in enumerate(zip(*weights, strict=True)):
-        builder.add(expert, gate, up, down)
-    experts = builder.finish()
+    experts = layer(placed(weights, DEVICE), "triton", dtype)
     assert isinstance(experts, DenseExperts)
     return experts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_backends import backends_of, device_of
-from kernel_formulas import normed
+from kernel_formulas import chosen_experts, normed
 from kernel_weights import exact_gating
 from quantkit_kernels import (
     Gating,
@@ -80,18 +80,6 @@ def scores_of(logits, scoring):
     return root.get(scoring, torch.sigmoid)(logits.double())
 
 
-def exact_route(choice, rule):
-    """The choice, spelled out for one token at a time, by scores and bias [T, E]."""
-    chosen, size = [], choice.shape[1] // rule.n_group
-    for row in choice.tolist():
-        groups = sorted(
-            range(rule.n_group), key=lambda g: -sum(sorted(row[g * size : (g + 1) * size])[-2:])
-        )
-        kept = [e for e in range(len(row)) if e // size in groups[: rule.topk_group]]
-        chosen.append(sorted(kept, key=lambda e: -row[e])[: rule.num_experts_per_tok])
-    return chosen
-
-
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", backends_of("route", dtypes=False))
@@ -121,7 +109,7 @@ def test_route(backend, biased, scoring):
         # Two experts whose float32 values round to one another may change places: which do is the
         # processor's.
         assert all(len(set(row)) == top_k for row in ids.tolist())
-        exact = choice.gather(1, torch.tensor(exact_route(choice, rule), device=device))
+        exact = choice.gather(1, torch.tensor(chosen_experts(choice, rule), device=device))
         assert distance(choice.gather(1, ids), exact) < 1e-6
         scores = scores.gather(1, ids)
         shares = scores / scores.sum(-1, keepdim=True) * 2.5

@@ -160,27 +160,10 @@ def test_gqa_prepare(backend, dtype, with_norm, interleaved, codes, poisoned_mem
         assert marks.isnan().sum() == (640 - tokens) * heads[1]
 
 
-def test_mla_queries_are_the_product_of_what_mla_prepare_returns():
-    """Also of a cache in codes by a known step, and arguments are checked the same."""
-    qkv_a, norms = torch.randn(3, sum(SMALL)), Norms(torch.rand(24), torch.rand(40), EPS)
-    (_, rotation), slots = turns(3, 16, torch.device("cpu")), torch.tensor([30, 0, 9])
-    q_b = prepare_dense(torch.randn(32, 24), dtype=torch.float32)
-    coded = empty_latents((4, 8), 40, 16, torch.int8, torch.float32, torch.device("cpu"))
-    for cache, step in ((torch.zeros(4, 8, 56), None), (coded, torch.tensor(0.02))):
-        q_a = mla_prepare(qkv_a, norms, rotation, cache, slots, code_step=step)
-        expected = [part.flatten(0, 1)[slots] for part in parts_of(cache)]
-        for part in parts_of(cache):
-            part.zero_()
-        found = mla_queries(qkv_a, norms, rotation, cache, slots, q_b, code_step=step)
-        assert torch.equal(found, q_b(q_a))
-        for part, one in zip(parts_of(cache), expected):
-            assert torch.equal(part.flatten(0, 1)[slots], one)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_mla_prepare_stores_codes_by_a_known_step(dtype):
     """The same for every token, whatever it holds; what lies beyond 127 steps is cut off, rotary
-    keys are not."""
+    keys are not. And mla_queries are the product of what mla_prepare returns, in either cache."""
     kv_lora, step, cpu = 40, torch.tensor(0.02), torch.device("cpu")
     qkv_a = torch.randn(3, sum(SMALL)).to(dtype)
     norms = Norms(torch.rand(24), torch.rand(kv_lora) * 2, EPS)
@@ -196,6 +179,15 @@ def test_mla_prepare_stores_codes_by_a_known_step(dtype):
     assert bool((coded.scales.flatten()[slots] == step).all())
     keys = decoded(coded).flatten(0, 1)[slots, kv_lora:]
     assert distance(keys, exact[:, kv_lora:].double()) < 4e-3
+    q_b = prepare_dense(torch.randn(32, 24), dtype=dtype)
+    for cache, how in ((plain, None), (coded, step)):
+        expected = [part.flatten(0, 1)[slots] for part in parts_of(cache)]
+        for part in parts_of(cache):
+            part.zero_()
+        found = mla_queries(qkv_a, norms, rotation, cache, slots, q_b, code_step=how)
+        assert torch.equal(found, q_b(q_a))
+        stored = [part.flatten(0, 1)[slots] for part in parts_of(cache)]
+        assert all(map(torch.equal, stored, expected))
 
 
 def test_gqa_prepare_stores_codes_by_known_steps():

@@ -1,4 +1,4 @@
-"""Norms and rotations of the kernel tests, written out in float64."""
+"""Norms, rotations and the router's choice of the kernel tests, written out in float64."""
 
 import torch
 
@@ -19,3 +19,15 @@ def rotated(x, angles, interleaved):
     pairs = torch.view_as_real(torch.complex(first, second) * turns)
     sides = pairs.flatten(-2) if interleaved else torch.cat(pairs.unbind(-1), dim=-1)
     return torch.cat([sides, rest], dim=-1)
+
+
+def chosen_experts(choice, rule):
+    """The choice, spelled out for one token at a time, by scores and bias [T, E]."""
+    chosen, size = [], choice.shape[1] // rule.n_group
+    for row in choice.tolist():
+        groups = sorted(
+            range(rule.n_group), key=lambda g: -sum(sorted(row[g * size : (g + 1) * size])[-2:])
+        )
+        kept = [e for e in range(len(row)) if e // size in groups[: rule.topk_group]]
+        chosen.append(sorted(kept, key=lambda e: -row[e])[: rule.num_experts_per_tok])
+    return chosen
