@@ -23,7 +23,6 @@ of two processes ends with one, alone."""
 DRAWN = {
     "test_kill.py",
     "test_pages_in_browser.py",
-    "test_plots.py",
     "test_ranks.py",
     "test_regrading.py",
     "test_report.py",
@@ -71,16 +70,10 @@ def poisoned_memory():
 def tiny_checkpoint(tmp_path_factory):
     """A small random DeepSeek-V3 in R1's FP8 layout: three shards, tokenizer, chat template.
     Read-only: copy it to change it."""
-    config = make_model.tiny_config()
-    return make_model.write_fp8(
-        tmp_path_factory.mktemp("models") / "tiny-fp8", config, make_model.random_tensors(config)
-    )
+    return make_model.random_fp8(tmp_path_factory.mktemp("models") / "tiny-fp8")
 
 
 @pytest.fixture(scope="session")
 def tiny_dense_checkpoint(tmp_path_factory):
     """The model of `tiny_checkpoint`, never quantized (BF16). Read-only."""
-    config = make_model.tiny_config()
-    return make_model.write_dense(
-        tmp_path_factory.mktemp("models") / "tiny-bf16", config, make_model.random_tensors(config)
-    )
+    return make_model.random_dense(tmp_path_factory.mktemp("models") / "tiny-bf16")

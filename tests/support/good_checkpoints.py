@@ -102,3 +102,11 @@ def write_all(folder, only=()):
                 write_packed(folder / f"{model}-{name}", config, tensors, format, grid),
                 source,
             )
+
+
+def packed(folder, config, names, tensors=None):
+    """One model in these formats: its source, and paths by the formats' names."""
+    tensors = random_weights(config) if tensors is None else tensors
+    source = make_model.write_dense(folder / "source", config, tensors)
+    made = {name: write_packed(folder / name, config, tensors, *FORMATS[name]) for name in names}
+    return source, made

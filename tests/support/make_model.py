@@ -8,6 +8,7 @@ Weights are random: the model computes, but says nothing.
     tensors = random_tensors(config, seed=0)    # float32 (router bias) and bfloat16, R1's names
     write_fp8(path, config, tensors)            # R1's layout: FP8 blocks with weight_scale_inv, shards, index, tokenizer
     write_dense(path, config, tensors)          # the same model unquantized
+    random_fp8(path, **changes)                 # all of it in one: random weights of such a config
 """
 
 import copy
@@ -176,6 +177,18 @@ def write_fp8(path, config, tensors, shards=3):
 def write_dense(path, config, tensors, shards=1):
     """An unquantized checkpoint directory. Returns `path`."""
     return _write(path, config, tensors, shards)
+
+
+def random_fp8(path, shards=3, **changes):
+    """A checkpoint of random weights in R1's layout. changes: of `tiny_config`. Returns `path`."""
+    config = tiny_config(**changes)
+    return write_fp8(path, config, random_tensors(config), shards)
+
+
+def random_dense(path, shards=1, **changes):
+    """The same, unquantized."""
+    config = tiny_config(**changes)
+    return write_dense(path, config, random_tensors(config), shards)
 
 
 def _write(path, config, tensors, shards):

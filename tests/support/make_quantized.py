@@ -98,6 +98,18 @@ def write(path, format, grid):
     return path
 
 
+def write_stored(path, tensors, block=None, side=None):
+    """A folder with these tensors in one shard, described by `block` in config.json, or by the files
+    of `side`."""
+    path.mkdir(exist_ok=True)
+    write_shards(path, tensors, 1)
+    described = {"quantization_config": block} if block else {}
+    (path / "config.json").write_text(json.dumps({"model_type": "nobody", **described}))
+    for name, content in (side or {}).items():
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
 def write_tensors(path, tensors):
     """Two shards and their index; parts of a linear lie in both."""
     names = sorted(tensors)

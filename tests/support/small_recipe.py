@@ -1,5 +1,8 @@
 """A recipe's settings for models of `make_model`: every method has something to do, and a run takes
-seconds."""
+seconds; and the texts that a recipe takes."""
+
+from quantkit.calibrate.data import load_sequences
+from quantkit.tokenizer.chat import ChatTokenizer
 
 SMALL = {
     "samples": 6,
@@ -11,3 +14,15 @@ SMALL = {
     "search_rows": 16,
     "min_expert_tokens": 16,
 }
+
+
+def sequences_of(recipe, source):
+    """What calibration by the recipe reads of its text, and what it holds out."""
+    return load_sequences(
+        recipe.calibration,
+        ChatTokenizer(source),
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
+    )

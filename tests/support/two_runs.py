@@ -1,4 +1,5 @@
-"""Two finished evaluations of ten sums, for what reads results folders."""
+"""A task of small sums, and two finished evaluations of ten of them, for what reads results
+folders."""
 
 import json
 
@@ -18,7 +19,19 @@ fields: {problem: question, answer: answer, group: steps}
 grader: integer
 protocols:
   r1: {prompt: "{{ problem }}", generation: {max_tokens: 64}}
+  evalscope: {prompt: "{{ problem }} Box it."}
 """
+
+
+def write_task(folder, numbers=range(10, 20)):
+    """The task on n + n for these numbers; returns the file that names it."""
+    rows = [
+        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1}
+        for n in numbers
+    ]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums.yaml").write_text(TASK)
+    return str(folder / "sums.yaml")
 
 
 def solve(question, body):
@@ -35,16 +48,11 @@ def poorly(question, body):
 
 def write_runs(folder):
     """folder/good and folder/poor; the poor one's last problem has no reply."""
-    rows = [
-        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1}
-        for n in range(10, 20)
-    ]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "sums.yaml").write_text(TASK)
+    task = write_task(folder)
     for name, answer in (("good", solve), ("poor", poorly)):
         with ReplayServer(answer, models=(name,)) as server:
             run_evaluation(
                 server.url,
-                [str(folder / "sums.yaml")],
+                [task],
                 EvaluateOptions(data_dir=folder, out=folder / name, repeats=2),
             )
