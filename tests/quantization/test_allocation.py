@@ -41,31 +41,20 @@ def best(options, budget):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_beats_the_points_of_the_curve(seed):
+def test_nothing_beats_the_curve_and_between_its_points_the_budget_is_used(seed):
     options = instance(seed)
     budgeting = Allocator(options, 1000, 0.0)
     curve = budgeting.curve()
-    assert [point.stored for point in curve] == sorted(point.stored for point in curve)
-    assert [point.kl for point in curve] == sorted((point.kl for point in curve), reverse=True)
+    assert list(curve) == sorted(curve, key=lambda point: (point.stored, -point.kl))
     for point in curve:
         assert point.kl == pytest.approx(best(options, point.stored), rel=1e-9)
         assert budgeting.allocate(point.stored).kl == pytest.approx(point.kl, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_between_the_points_the_budget_is_kept_and_used(seed):
-    options = instance(seed)
-    budgeting = Allocator(options, 1000, 0.0)
-    curve = budgeting.curve()
-    for budget in range(
-        budgeting.smallest, curve[-1].stored, max(1, (curve[-1].stored - budgeting.smallest) // 15)
-    ):
+    least, most = budgeting.smallest, curve[-1].stored
+    for budget in range(least, most, max(1, (most - least) // 15)):
         found = budgeting.allocate(budget)
         assert found.stored <= budget
-        below = max(
-            (point for point in curve if point.stored <= budget), key=lambda point: point.stored
-        )
-        assert best(options, budget) <= found.kl <= below.kl
+        below = min(point.kl for point in curve if point.stored <= budget)
+        assert best(options, budget) <= found.kl <= below
         assert not any(
             one.kl < found.chosen[name].kl
             and one.stored - found.chosen[name].stored <= budget - found.stored
@@ -75,19 +64,14 @@ def test_between_the_points_the_budget_is_kept_and_used(seed):
 
 
 def test_bytes_read_decide_where_they_are_what_counts():
-    """Two choices of one size and KL; one is read for a tenth of the tokens."""
-    alike = [(100, 1e-3), (200, 1e-5)]
+    """Two choices of one size and about one KL; one is read for a tenth of the tokens."""
     options = {
-        "always": [
-            Option(grid, s, float(s), kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)
-        ],
-        "seldom": [
-            Option(grid, s, s / 10, 1.01 * kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)
-        ],
+        name: [
+            Option(GRIDS[0], 100, 100 * asked, 1e-3 * size),
+            Option(GRIDS[2], 200, 200 * asked, 1e-5 * size),
+        ]
+        for name, asked, size in (("always", 1.0, 1.1), ("seldom", 0.1, 1.01))
     }
-    options["always"] = [
-        Option(one.grid, one.stored, one.read, 1.1 * one.kl) for one in options["always"]
-    ]
-    stored, read = (Allocator(options, 1000, weight).allocate(300) for weight in (0.0, 1.0))
-    assert [name for name, one in stored.chosen.items() if one.stored == 200] == ["always"]
-    assert [name for name, one in read.chosen.items() if one.stored == 200] == ["seldom"]
+    for weight, name in ((0.0, "always"), (1.0, "seldom")):
+        chosen = Allocator(options, 1000, weight).allocate(300).chosen
+        assert [other for other, one in chosen.items() if one.stored == 200] == [name]

@@ -4,19 +4,19 @@ Kimi-K3 has it: calibration, pruning and what the report says heed them."""
 import make_model
 import pytest
 import torch
+from letters import write_letters
 from plain_weights import PlainWeights
 from quantized import quantized
 from refused import refused
+from small_recipe import SMALL, sequences_of
 from tiny_models import CONFIGS
 
-from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization.mixed_precision import Mixture
-from quantkit.tokenizer.chat import ChatTokenizer
 
 PANGU = {
     **make_model.tiny_config(num_hidden_layers=3, num_experts_per_tok=4),
@@ -49,8 +49,7 @@ def written(folder, name, experts):
             else noise * (1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5)
         )
         tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
-    letters = torch.randint(97, 123, (1500,), generator=generator).tolist()
-    (folder / "text.txt").write_text("".join(map(chr, letters)))
+    write_letters(folder / "text.txt", 1500)
     return make_model.write_dense(folder / name, config, tensors)
 
 
@@ -61,18 +60,9 @@ def source(request, tmp_path_factory):
 
 
 def recipe_of(source, prune=0.0):
+    sizes = SMALL | {"samples": 10, "held_out": 4, "seq_len": 48}
     text = str(source.parent / "text.txt")
-    return Recipe(
-        scheme="awq-w4a16",
-        calibration=text,
-        samples=10,
-        held_out=4,
-        seq_len=48,
-        search_rows=16,
-        scale_points=3,
-        sweeps=2,
-        prune=prune,
-    )
+    return Recipe(scheme="awq-w4a16", calibration=text, prune=prune, **sizes)
 
 
 def said(path, sequences):
@@ -102,14 +92,8 @@ def said(path, sequences):
 def agrees(source, out, recipe):
     """KL that the report tells, and that of the whole models on the same text."""
     report = quantized(source, out, recipe)
-    sizes = {
-        "samples": recipe.samples,
-        "held_out": recipe.held_out,
-        "seq_len": recipe.seq_len,
-        "seed": recipe.seed,
-    }
-    sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
-    before, after = (said(path, sequences.held_out) for path in (source, out))
+    held_out = sequences_of(recipe, source).held_out
+    before, after = (said(path, held_out) for path in (source, out))
     assert report.findings.next_token["kl"] == pytest.approx(
         float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02
     )

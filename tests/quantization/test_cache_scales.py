@@ -9,14 +9,14 @@ import pytest
 import small_recipe
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from edited import edited_tensor
+from greedy import greedy
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from quantized import quantized
 from quantkit_kernels import KeySteps
 from refused import refused
-from safetensors.torch import load_file, save_file
 
-from quantkit import Engine, SamplingParams
 from quantkit.calibrate import cache_scales
 from quantkit.calibrate.cache_scales import best_scale, best_scales
 from quantkit.calibrate.recipe import Recipe
@@ -28,8 +28,6 @@ from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_scales import power_of_two_ratios
-from quantkit.planning.options import PlanOptions
-from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
 from quantkit.quantization.options import QuantizeOptions
@@ -103,22 +101,6 @@ def test_steps_are_stored_and_told_as_modelslim_has_them(outputs, kind):
     assert not diagnose(outputs[kind]).findings.found
 
 
-def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(sources, outputs):
-    after = loaded(outputs["latents"])
-    source = load_model(sources["latents"], device="cpu", dtype="float32")
-    for old, new in zip(source.model.layers, after.model.layers):
-        ratio = old.attention.norms.k / new.attention.norms.k
-        assert torch.equal(ratio, ratio.log2().round().exp2())
-        assert len(ratio.unique()) > 2
-        keys = (
-            source.config.qk_nope_head_dim
-        )  # rows of values are divided by scales of what o_proj reads
-        made, was = new.attention.kv_b, old.attention.kv_b.bfloat16().float() * ratio
-        assert torch.equal(was[:, :keys], made[:, :keys])
-        assert torch.cosine_similarity(was[:, keys:], made[:, keys:], dim=-1).min() > 0.9999
-        assert new.attention.norms.k.log().std() < old.attention.norms.k.log().std()
-
-
 @torch.inference_mode()
 def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs, kind):
     """Prompts in chunks, then a token a row, as one causal pass over what the cache holds."""
@@ -172,12 +154,7 @@ def test_fp8_scales_go_with_any_scheme_of_compressed_tensors(sources, text, tmp_
     assert all(scale.shape == (1,) for scale in scales)
     said = QuantizationConfig.model_validate(checkpoint.config["quantization_config"])
     cache = said.kv_cache_scheme
-    assert (cache.num_bits, cache.type, cache.strategy, cache.dynamic) == (
-        8,
-        "float",
-        "tensor",
-        False,
-    )
+    assert (cache.num_bits, cache.type, cache.strategy) == (8, "float", "tensor")
     assert describe(checkpoint).cache == "FP8, 4 stored scales, one for each tensor"
     assert check_checkpoint("vllm", checkpoint) == []
     monkeypatch.setattr(cache_scales, "_FLOAT_SHARES", (2.0**-6,))
@@ -186,60 +163,38 @@ def test_fp8_scales_go_with_any_scheme_of_compressed_tensors(sources, text, tmp_
     assert coarse > 1.5 * kl
     with refused("this model keeps another"):
         made("latents", "latents")
-    with refused("are written in compressed-tensors"):
-        scheme = read_scheme("awq-w4a16", options)[0]
-        quantize(sources["keys"], tmp_path / "a", scheme, "awq", Recipe(scheme="awq-w4a16"))
 
 
 @pytest.mark.parametrize(
     ("kind", "options"), [("keys", {"tp": 2}), ("latents", {"draft_length": 1})]
 )
 def test_ranks_and_drafts_change_no_token(outputs, kind, options):
-    found = []
-    for more in ({}, options):
-        engine = Engine.load(
-            outputs[kind],
-            device="cpu",
-            dtype="float32",
-            max_batch=4,
-            max_model_len=128,
-            cache="int8",
-            **more,
-        )
-        done = engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
-        found.append({one.index: one.token_ids for one in done})
-        engine.close()
-    assert found[0] == found[1]
-
-
-def test_without_cache_it_is_a_model_like_any_other(outputs, kind):
-    assert not loaded(outputs[kind], None).steps
-    assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
+    alone, found = (
+        greedy(outputs[kind], PROMPTS, 8, cache="int8", **more) for more in ({}, options)
+    )
+    assert alone == found
 
 
 def test_it_is_inspected_checked_and_converted_like_any_other(sources, outputs, kind, tmp_path):
     """What the steps are is known; other formats leave them out."""
     about = describe(Checkpoint.open(outputs[kind]))
     assert (about.scheme, about.missing, about.unknown) == ("int8-a8w8c8", [], [])
-    found = diagnose(str(outputs[kind]), source=str(sources[kind]), depth="tensors").findings.found
-    assert not [one for one in found if one.severity == "error" and one.name == "error-large"], (
-        found
-    )
+    found = diagnose(str(outputs[kind]), source=str(sources[kind]), depth="tensors").findings
+    assert not found.has("error-large"), found.to_json()
     for options in ({"format": "compressed-tensors"}, {"dtype": "bf16"}):
         convert(outputs[kind], out := tmp_path / "-".join(options.values()), **options)
-        assert not [
-            name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name
-        ]
+        names = Checkpoint.open(out).tensors
+        assert not [name for name in names if "fa_k" in name or "kv_cache" in name]
         assert load_model(out, device="cpu", cache="int8").codes == torch.int8
+    assert not loaded(outputs[kind], None).steps
+    assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
 
 
 def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs, tmp_path):
     """As some publish it; engines' decoding leaves the offset out."""
     shifted = shutil.copytree(outputs["keys"], tmp_path / "shifted")
-    (shard,) = shifted.glob("*.safetensors")
-    tensors = load_file(shard)
-    tensors["model.layers.1.self_attn.v_proj.kv_cache_offset"][3] = 7
-    save_file(tensors, shard, metadata={"format": "pt"})
+    with edited_tensor(shifted, "model.layers.1.self_attn.v_proj.kv_cache_offset") as offset:
+        offset[3] = 7
     with refused(r"layers\.1\.self_attn\.v_proj\.kv_cache_offset of .* is not zero"):
         loaded(shifted)
     assert loaded(shifted, "fp8").codes == torch.float8_e4m3fn
@@ -263,37 +218,20 @@ def test_best_steps_cut_what_is_rare_and_far_away():
 
 def test_who_cannot_have_it_is_told_so(sources, outputs, tmp_path):
     scheme = find_scheme("int8-a8w8c8")
-    llama = write_random(
-        tmp_path / "llama",
-        {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-    )
+    llama = GROUPED | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     for source, methods, engine, said in (
         (sources["keys"], (), None, "cache scales, which calibration determines"),
         (sources["keys"], None, "sglang", "sglang does not load int8-a8w8c8: it reads no scales"),
-        (llama, None, "vllm-ascend", "vllm-ascend reads no scales of an int8 cache of llama"),
+        (
+            write_random(tmp_path / "llama", llama),
+            None,
+            "vllm-ascend",
+            "vllm-ascend reads no scales of an int8 cache of llama",
+        ),
     ):
         recipe = Recipe(scheme=scheme.name, methods=methods)
         with refused(said):
             quantize(source, tmp_path / "a", scheme, "auto", recipe, engine=engine, device="cpu")
-    for kind in ("latents", "keys"):
-        assert not [
-            one
-            for one in check_checkpoint("vllm-ascend", Checkpoint.open(outputs[kind]))
-            if one.severity == "error"
-        ]
-    assert any(
-        "int8 cache" in one.problem
-        for one in check_checkpoint("sglang", Checkpoint.open(outputs["latents"]))
-    )
-
-
-def test_plan_counts_the_tensors_and_the_cache(sources, outputs, kind):
-    scheme = find_scheme("int8-a8w8c8")
-    found, wide = (
-        plan(sources[kind], one, PlanOptions(devices="1x16GiB"))
-        for one in (scheme, find_scheme("int8-a8w8c16"))
-    )
-    written = Checkpoint.open(outputs[kind])
-    if kind == "keys":  # of the FP8 source both count what its MTP layer becomes
-        assert found.output_bytes == sum(info.nbytes for info in written.tensors.values())
-    assert found.devices.cache_bytes_per_token < 0.75 * wide.devices.cache_bytes_per_token
+    for engine, severities in (("vllm-ascend", set()), ("sglang", {"error"})):
+        found = check_checkpoint(engine, Checkpoint.open(outputs["latents"]))
+        assert {one.severity for one in found if "cache" in one.problem} == severities, found

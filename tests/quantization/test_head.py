@@ -1,5 +1,5 @@
-"""Head and embedding rounded where an override names them: calibrated, stored for engines to find,
-computed as stored; apart from each other where the source ties them."""
+"""Head and embedding: tied, they are stored once and load in transformers; rounded where an override
+names them, they are calibrated, stored for engines to find and computed as stored."""
 
 import json
 
@@ -7,7 +7,7 @@ import make_model
 import pytest
 import small_recipe
 import torch
-from letters import write_letters
+from quantized import quantized, stop_when
 from refused import refused
 from tied_model import TIED, tied_tensors
 
@@ -17,11 +17,7 @@ from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
-from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
-from quantkit.planning.options import PlanOptions
-from quantkit.planning.plan import plan
-from quantkit.quantization import quantize
 from quantkit.quantization.convert import convert
 from quantkit.quantization.mixed_precision import Mixture, read_overrides
 
@@ -29,11 +25,6 @@ TOKENS = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1)
 INT8, FOUR = IntGrid(8, None, symmetric=True), IntGrid(4, 32, symmetric=True)
 HEAD8 = "lm_head bits=8"
 TABLE4 = "model.embed_tokens bits=4 group_size=32"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return str(write_letters(tmp_path_factory.mktemp("text") / "calibration.txt", 2000))
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +40,12 @@ def tied(tmp_path_factory):
     return make_model.write_dense(tmp_path_factory.mktemp("tied") / "source", TIED, tied_tensors())
 
 
-def rounded(
-    source,
-    out,
-    *overrides,
-    scheme="rtn-w4a16",
-    format="compressed-tensors",
-    engine=None,
-    **recipe,
-):
-    made = quantize(
-        source,
-        out,
-        find_scheme(scheme),
-        format,
-        Recipe(scheme=scheme, **{"methods": [], **recipe}),
-        mixture=Mixture(override=read_overrides(overrides)),
-        engine=engine,
-        device="cpu",
-    )
-    return made.findings
+def rounded(source, out, *overrides, scheme="rtn-w4a16", format="compressed-tensors", **options):
+    """options: of the recipe, or `engine` and `on_event` of the run. Its findings."""
+    run = {name: options.pop(name) for name in ("engine", "on_event") if name in options}
+    recipe = Recipe(scheme=scheme, **{"methods": [], **options})
+    mixture = Mixture(override=read_overrides(overrides))
+    return quantized(source, out, recipe, format, mixture=mixture, **run).findings
 
 
 def block(out):
@@ -83,7 +60,7 @@ def logits(path):
 
 def test_a_calibrated_head_loses_less_than_a_rounded_one(untied, text, tmp_path):
     """The KL of the run is that of the head in its four bits, and so is plain rounding's."""
-    recipe = small_recipe.SMALL | {"calibration": text, "methods": ["gptq", "descent"]}
+    recipe = small_recipe.SMALL | {"calibration": str(text), "methods": ["gptq", "descent"]}
     recipe |= {"samples": 32, "held_out": 8, "seq_len": 48}
     found = rounded(
         untied, tmp_path / "out", "lm_head bits=4 group_size=32", scheme="w8a16", **recipe
@@ -100,29 +77,13 @@ def test_a_calibrated_head_loses_less_than_a_rounded_one(untied, text, tmp_path)
 
 
 def test_a_run_that_stops_after_the_head_goes_on_from_there(untied, text, tmp_path):
-    recipe = small_recipe.SMALL | {"calibration": text, "methods": ["gptq"]}
+    recipe = small_recipe.SMALL | {"calibration": str(text), "methods": ["gptq"]}
     asked = {"scheme": "w8a16", **recipe}
     whole = rounded(untied, tmp_path / "whole", HEAD8, TABLE4, **asked)
 
-    class Stopped(Exception):
-        pass
-
-    def stop(event):
-        if getattr(event, "phase", "") == "judging":
-            raise Stopped
-
-    scheme, mixture = find_scheme("w8a16"), Mixture(override=read_overrides((HEAD8, TABLE4)))
-    with pytest.raises(Stopped):
-        quantize(
-            untied,
-            tmp_path / "again",
-            scheme,
-            "compressed-tensors",
-            Recipe(**asked),
-            mixture=mixture,
-            device="cpu",
-            on_event=stop,
-        )
+    stop = stop_when(lambda event: getattr(event, "phase", "") == "judging")
+    with pytest.raises(KeyboardInterrupt):
+        rounded(untied, tmp_path / "again", HEAD8, TABLE4, on_event=stop, **asked)
     again = rounded(untied, tmp_path / "again", HEAD8, TABLE4, **asked)
     assert again.next_token == whole.next_token
     one, other = (Checkpoint.open(tmp_path / out) for out in ("whole", "again"))
@@ -174,20 +135,72 @@ def test_a_tied_head_is_stored_apart_and_both_may_be_rounded(tied, tmp_path):
     assert 0.001 < (both - layers).norm() / layers.norm() < 0.6
 
 
-@pytest.mark.parametrize(
-    ("scheme", "most"),
-    # compressed-tensors divides int8 activations by amax / 127.5 and quantkit by amax / 127.
-    [("rtn-w4a16", 1e-5), ("int8-a8w8c16", 0.1)],
-)
-def test_transformers_computes_a_rounded_head(untied, tmp_path, scheme, most):
+@torch.inference_mode()
+def difference(path, dtype):
+    """Relative difference of transformers' logits, in `dtype`, from those of the dequantized
+    weights in float32."""
     from transformers import AutoModelForCausalLM
 
-    own = "lm_head bits=4" if scheme == "rtn-w4a16" else HEAD8
-    rounded(untied, tmp_path / "out", own, scheme=scheme, engine="transformers")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    with torch.inference_mode():
-        difference = theirs(TOKENS[None]).logits[0] - logits(tmp_path / "out")
-    assert difference.norm() < most * logits(tmp_path / "out").norm()
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(TOKENS[None]).logits[0].float()
+    ours = logits(path)
+    return float((theirs - ours).norm() / ours.norm())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "own", "dtype", "most"),
+    # compressed-tensors divides int8 activations by amax / 127.5 and quantkit by amax / 127; NVFP4
+    # is decoded to BF16.
+    [
+        ("rtn-w4a16", (), torch.float32, 1e-5),
+        ("int8-a8w8c16", (), torch.float32, 0.1),
+        ("fp4-w4a16", (), torch.bfloat16, 0.05),
+        ("rtn-w4a16", ("lm_head bits=4",), torch.float32, 1e-5),
+    ],
+)
+def test_transformers_computes_what_is_stored(tied, untied, tmp_path, scheme, own, dtype, most):
+    out = tmp_path / "out"
+    rounded(untied if own else tied, out, *own, scheme=scheme, engine="transformers")
+    assert own or block(out)["ignore"] == ["lm_head"]
+    assert check_checkpoint("transformers", Checkpoint.open(out)) == []
+    assert difference(out, dtype) < most
+
+
+def with_head(path, head):
+    return make_model.write_dense(path, TIED, {**tied_tensors(), "lm_head.weight": head})
+
+
+def test_a_head_that_is_stored_although_tied_is_dropped(tied, tmp_path):
+    stored = with_head(tmp_path / "stored", tied_tensors()["model.embed_tokens.weight"])
+    for path, out in ((tied, "plain"), (stored, "again")):
+        rounded(path, tmp_path / out, format="awq")
+    plain, again = (Checkpoint.open(tmp_path / out) for out in ("plain", "again"))
+    assert plain.tensors.keys() == again.tensors.keys()
+    entry = json.loads((tmp_path / "again/manifest.json").read_text())["tensors"]["lm_head.weight"]
+    assert (entry["status"], "ties" in entry["reason"]) == ("dropped", True)
+    load_model(stored, device="cpu")
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path):
+    head = tied_tensors()["model.embed_tokens.weight"].clone()
+    head[17, 3] += 1
+    path = with_head(tmp_path / "model", head)
+    with refused(r"lm_head\.weight .* differs from model\.embed_tokens\.weight"):
+        load_model(path, device="cpu")
+    with refused(r"set \"tie_word_embeddings\": false"):
+        rounded(path, tmp_path / "out", format="awq")
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_lists_the_head_of_a_source_that_does_not(tied, tmp_path):
+    """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must
+    have it."""
+    rounded(tied, tmp_path / "modelopt", scheme="fp4-w4a16", format="modelopt")
+    for name in ("config.json", "hf_quant_config.json"):
+        path = tmp_path / "modelopt" / name
+        path.write_text(path.read_text().replace('"lm_head"', ""))
+    convert(tmp_path / "modelopt", tmp_path / "out", format="compressed-tensors")
+    assert block(tmp_path / "out")["ignore"] == ["lm_head"]
+    assert difference(tmp_path / "out", torch.bfloat16) < 0.05
 
 
 def test_a_pattern_that_matches_linears_leaves_the_head(tied, untied, tmp_path):
@@ -212,7 +225,6 @@ def test_convert_keeps_a_rounded_head(untied, tmp_path):
     ("overrides", "asked", "told"),
     [
         ([HEAD8], {"engine": "vllm-ascend", "scheme": "int8-a8w8c16"}, "lm_head .* cannot be int8"),
-        ([HEAD8], {"format": "awq"}, "awq does not hold several grids"),
         (["lm_head scheme=fp8-block-w8a8"], {}, "lm_head .* cannot be fp8"),
         ([HEAD8, "model.embed_tokens bits=8"], {}, "embed_tokens .* cannot be int8 in"),
         ([HEAD8, TABLE4], {"engine": "transformers", "format": "auto"}, "several grids"),
@@ -225,38 +237,23 @@ def test_what_no_engine_loads_is_refused(tied, tmp_path, overrides, asked, told)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_memory_of_tables_that_are_rounded_is_planned(tmp_path):
-    config = {**TIED, "tie_word_embeddings": False, "vocab_size": 60000}
-    source = make_model.write_dense(tmp_path / "source", config, tied_tensors(config))
-
-    def needs(*overrides):
-        options = PlanOptions(mixture=Mixture(override=read_overrides(overrides)))
-        return plan(source, find_scheme("w8a16"), options).host_peak_bytes
-
-    assert needs() < needs(TABLE4) < needs(HEAD8)
-
-
 def test_a_size_of_the_output_has_the_head_chosen(untied, text, tmp_path):
-    """Bits are those of the layers' linears: the head keeps its own."""
-    recipe = Recipe(scheme="awq-w4a16", calibration=text, **small_recipe.SMALL)
-    scheme, heads, kl = find_scheme("awq-w4a16"), {}, {}
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **small_recipe.SMALL)
+    heads, kl = {}, {}
     whole = sum(info.nbytes for info in Checkpoint.open(untied).tensors.values())
     for name, mixture in (
         ("small", Mixture(size=int(0.33 * whole))),
         ("large", Mixture(size=int(0.95 * whole))),
-        ("bits", Mixture(bits=4.5)),
         ("kept", Mixture(size=int(0.6 * whole), ignore=("lm_head",))),
     ):
         out = tmp_path / name
-        made = quantize(untied, out, scheme, "auto", recipe, mixture=mixture, device="cpu")
+        made = quantized(untied, out, recipe, mixture=mixture)
         written = Checkpoint.open(out)
         heads[name] = written.linears["lm_head"].grid if "lm_head" in written.linears else None
         kl[name] = json.loads((out / "sensitivities.json").read_text())["kl"]
-        if mixture.size is not None:
-            assert sum(info.nbytes for info in written.tensors.values()) <= mixture.size
+        assert sum(info.nbytes for info in written.tensors.values()) <= mixture.size
         assert ("lm_head" in made.allocation["grids"]) == (name in ("small", "large"))
     assert heads["small"].bits == 4
     assert heads["large"] in (None, IntGrid(8, 128, symmetric=True))
-    assert heads["bits"] is heads["kept"] is None
-    assert kl["bits"] == kl["small"]
+    assert heads["kept"] is None
     assert 0 < kl["small"]["lm_head"]["int8-g128"] < kl["small"]["lm_head"]["nvfp4"]

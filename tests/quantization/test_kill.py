@@ -7,37 +7,22 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import make_model
 import pytest
 import quantize_job
 from output_files import files
+from quantized import quantized, stop_when
 from refused import refused
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.common.progress import Progress
-from quantkit.grids.schemes import find_scheme
-from quantkit.quantization import quantize
 from quantkit.quantization import run as run_module
 
-JOB = Path(quantize_job.__file__)
 KILLS = 2
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(
-        tmp_path_factory.mktemp("models") / "source",
-        config,
-        make_model.random_tensors(config),
-        shards=4,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +38,12 @@ def test_killed_at_random_moments_and_in_writes(source, text, undisturbed, tmp_p
     """SIGKILL, also with half of a tensor written."""
     expected, seconds = undisturbed
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        str(JOB),
-        str(source),
-        str(text),
-        str(out),
-        "kill",
-        str(KILLS),
-        str(seconds),
-    ]
+    asked = (quantize_job.__file__, source, text, out, "kill", KILLS, seconds)
+    command = [sys.executable, *map(str, asked)]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert files(out) == expected
     assert min(result["deaths"].values()) >= KILLS, result
     assert max(result["found"]) > 0, "no run found a finished unit"
-    print(f"kills survived: {result['deaths']}")
 
 
 @pytest.mark.parametrize("last", ["layers.0.attend", "layers.1.experts.0", "layers.1.experts.1"])
@@ -92,65 +68,48 @@ def test_stopped_after_a_unit(last, source, text, undisturbed, tmp_path, monkeyp
 def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(source, text, undisturbed, tmp_path):
     """Cut short while the first layer is in work, then gone. The copy that comes back has another
     time of change."""
-    copy, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(source, copy)
+    copy, out = shutil.copytree(source, tmp_path / "source"), tmp_path / "out"
     shard = sorted(copy.glob("*.safetensors"))[-1]
 
     def lose(event):
         if isinstance(event, Progress) and event.unit == "layers.0.feed_forward":
             os.truncate(shard, 10_000)
 
-    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
-    scheme = find_scheme("awq-w4a16")
-    with refused(
-        rf"{shard.name} became shorter while it was read; restore that file and run again"
-    ):
-        quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=lose)
+    with refused(rf"{shard.name} became shorter while it was read; restore that file and run"):
+        quantize_job.run(copy, text, out, also=lose)
     shard.unlink()
     with refused(rf"shard {shard.name} is missing from"):
-        quantize(copy, out, scheme, "auto", recipe, device="cpu")
+        quantize_job.run(copy, text, out)
     shutil.copyfile(source / shard.name, shard)
     quantize_job.run(copy, text, out)
     assert files(out) == undisturbed[0]
 
 
-def test_what_was_begun_otherwise_is_refused(source, text, tmp_path, monkeypatch):
+def test_what_was_begun_otherwise_is_refused(source, tmp_path, monkeypatch):
     """Another source, recipe or version; and an output that is there already."""
-    copy, out = tmp_path / "source", tmp_path / "out"
-    shutil.copytree(source, copy)
+    copy, out = shutil.copytree(source, tmp_path / "source"), tmp_path / "out"
     recipe = Recipe(scheme="rtn-w4a16")
-    scheme = find_scheme("rtn-w4a16")
 
-    def stop(event):
-        raise KeyboardInterrupt
+    def run(recipe=recipe, **options):
+        return quantized(copy, out, recipe, **options)
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=stop)
-    with refused(
-        "was begun with a different recipe; run the command that began it, or give --overwrite"
-    ):
-        quantize(
-            copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu"
-        )
+        run(on_event=stop_when(lambda event: True))
+    other = Recipe(scheme="rtn-w4a16", fit_points=2)
+    with refused("begun with a different recipe; run the command that began it, or give --overw"):
+        run(other)
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "__version__", "0.0.0")
         with refused("was begun with a different version"):
-            quantize(copy, out, scheme, "auto", recipe, device="cpu")
+            run()
     shard = sorted(copy.glob("*.safetensors"))[0]
     content = shard.read_bytes()
     shard.write_bytes(content[:-4] + b"\x00\x3c\x00\x3c")
     with refused("was begun with a different source"):
-        quantize(copy, out, scheme, "auto", recipe, device="cpu")
+        run()
     shard.write_bytes(content)
-    report = quantize(copy, out, scheme, "auto", recipe, device="cpu")
-    assert not report.done_already
-    again = quantize(copy, out, scheme, "auto", recipe, device="cpu")
-    assert again.done_already
-    assert (again.findings.errors, again.output_bytes) == (
-        report.findings.errors,
-        report.output_bytes,
-    )
+    report, again = run(), run()
+    assert (report.done_already, again.done_already) == (False, True)
+    assert again.findings.errors == report.findings.errors
     with refused("exists, made with a different recipe; choose another --out, or give --overwrite"):
-        quantize(
-            copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu"
-        )
+        run(other)

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from commands import command
-from safetensors import safe_open
-from safetensors.torch import save_file
+from greedy import greedy
+from safetensors.torch import load_file, save_file
 
-from quantkit import Engine, SamplingParams
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 
@@ -33,85 +32,58 @@ def saved(tmp_path_factory):
     return path
 
 
-def greedy(path):
-    """The next 12 tokens by quantkit."""
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
-    return next(iter(engine.generate([PROMPT], SamplingParams(max_new_tokens=12)))).token_ids
+RUN = ("--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu")
 
 
 def test_it_runs_as_transformers_computes_it(saved):
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[
-        0, len(PROMPT) :
-    ].tolist()
-    assert greedy(saved) == theirs
-    answer = command(
-        "run", str(saved), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu"
-    )
+    length = {"max_new_tokens": 12, "min_new_tokens": 12}
+    theirs = model.generate(torch.tensor([PROMPT]), **length, do_sample=False)
+    assert greedy(saved, [PROMPT], 12) == theirs[:, len(PROMPT) :].tolist()
+    answer = command("run", str(saved), *RUN)
     assert answer.code == 0, answer.err
     assert answer.err.count(TOLD) == 1
-    refused = command(
-        "run", str(saved), "--prompt", "1+1?", "--draft-length", "1", "--device", "cpu"
-    )
+    refused = command("run", str(saved), *RUN, "--draft-length", "1")
     assert f"{TOLD}; leave out --draft-length" in refused.error
 
 
 @pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
 def test_what_is_quantized_says_that_there_is_none(saved, tmp_path, scheme):
-    out, few = tmp_path / "out", ("--samples", "4", "--seq-len", "32")
-    planned = command("plan", str(saved), "--scheme", scheme, "--json")
+    out, asked = tmp_path / "out", (str(saved), "--scheme", scheme)
+    few = ("--samples", "4", "--seq-len", "32", "--device", "cpu")
+    planned = command("plan", *asked, "--json")
     assert TOLD in planned.json["told"]
-    made = command(
-        "quantize", str(saved), "--scheme", scheme, "--out", str(out), "--device", "cpu", *few
-    )
+    made = command("quantize", *asked, "--out", str(out), *few)
     assert made.code == 0, made.err
     assert made.err.count(TOLD) == 1
-    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    written = {name: tensor.nbytes for name, tensor in Checkpoint.open(out).tensors.items()}
-    assert sum(written.values()) == planned.json["output_bytes"]
-    assert len(greedy(out)) == 12
-    answer = command(
-        "run", str(out), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu"
-    )
-    assert answer.code == 0
-    assert "MTP" not in answer.err
+    written = Checkpoint.open(out)
+    assert written.config["num_nextn_predict_layers"] == 0
+    sizes = (tensor.nbytes for tensor in written.tensors.values())
+    assert sum(sizes) == planned.json["output_bytes"]
+    assert len(greedy(out, [PROMPT], 12)[0]) == 12
+    assert "MTP" not in command("run", str(out), *RUN).err
 
 
 def test_convert_and_place_and_inspect_go_on_too(saved, tmp_path):
     plain = command("convert", str(saved), str(tmp_path / "plain"), "--dtype", "fp32")
     assert plain.code == 0, plain.err
     assert plain.err.count(TOLD) == 1
-    assert json.loads((tmp_path / "plain/config.json").read_text())["num_nextn_predict_layers"] == 0
-    assert greedy(tmp_path / "plain") == greedy(saved)
+    assert Checkpoint.open(tmp_path / "plain").config["num_nextn_predict_layers"] == 0
+    assert greedy(tmp_path / "plain", [PROMPT], 12) == greedy(saved, [PROMPT], 12)
     found = command("inspect", str(saved), "--json").json
     assert (found["mtp_layers"], found["missing"], found["unknown"]) == (0, [], [])
-    assert diagnose(str(saved)).findings.has(
-        "mtp-missing"
-    )  # whose verdict is a warning: the source may have had one
-    launched = command("deploy", str(saved), "--engine", "vllm", "--draft-length", "1")
-    assert "has no MTP layer for speculative decoding" in launched.error
+    # Whose verdict is a warning: the source may have had one.
+    assert diagnose(str(saved)).findings.has("mtp-missing")
 
 
 def test_a_layer_of_which_a_part_is_stored_is_refused(saved, tmp_path):
     """A shard is missing, or its tensors are called otherwise: what is left out then would not be
     known."""
     part, first = shutil.copytree(saved, tmp_path / "part"), "model.layers.2.enorm.weight"
-    save_file(
-        {first: torch.ones(128, dtype=torch.bfloat16)},
-        part / "more.safetensors",
-        metadata={"format": "pt"},
-    )
-    with safe_open(part / "model.safetensors", framework="pt") as stored:
-        places = dict.fromkeys(stored.keys(), "model.safetensors") | {first: "more.safetensors"}
-    (part / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": places})
-    )
+    tensors = load_file(part / "model.safetensors") | {first: torch.ones(128).bfloat16()}
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     asked = (str(part), "--scheme", "rtn-w4a16")
-    for refused in (
-        command("quantize", *asked, "--out", str(tmp_path / "out")),
-        command("plan", *asked),
-    ):
+    for words in (("quantize", *asked, "--out", str(tmp_path / "out")), ("plan", *asked)):
+        refused = command(*words)
         assert refused.code != 0
-        assert (
-            "lacks model.layers.2.embed_tokens.weight; download the missing shard" in refused.error
-        )
+        assert "lacks model.layers.2.embed_tokens.weight; download the missing" in refused.error

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 from make_model import write_dense
+from quantized import stop_when
 from small_recipe import SMALL
 from transformers_peers import checkpoint_tensors
 
@@ -13,7 +14,6 @@ from quantkit import quantize
 from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.common.progress import Progress
 from quantkit.quantization import model_text
 
 OWN = "written by the model"
@@ -38,10 +38,7 @@ def test_half_of_the_documents_are_the_models(tiny_checkpoint, tmp_path, monkeyp
     out = tmp_path / "out"
     monkeypatch.setattr(model_text, "_LONGEST_QUESTION", 0.8)  # a letter is a token
 
-    def stop(event):
-        if isinstance(event, Progress) and event.phase == "solving":
-            raise KeyboardInterrupt
-
+    stop = stop_when(lambda event: getattr(event, "phase", "") == "solving")
     with pytest.raises(KeyboardInterrupt):
         quantize(tiny_checkpoint, out, **ASKED, on_event=stop)
     text = model_text.text_path(out)

@@ -3,31 +3,20 @@
 import subprocess
 import sys
 
-import make_model
 import pytest
 import quantize_job
 import torch
 from forked_ranks import run_ranks
 from output_files import files
 
-from quantkit.calibrate import input_sums
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
-from quantkit.calibrate.input_sums import DriftAccumulator, StatisticsAccumulator
 from quantkit.calibrate.output import Output
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.models.table import GatedMlp, Parameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(
-        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +28,10 @@ def alone(source, text, tmp_path_factory):
 def test_ranks_write_the_bytes_of_one(source, text, alone, tmp_path):
     """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run
     them for the others; one has none."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / "three"), "once"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    command = [sys.executable, *torchrun, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert files(tmp_path / "three") == files(alone.out)
 
@@ -130,24 +113,28 @@ def as_nccl(broadcast):
     return sent
 
 
-def test_what_lies_transposed_is_sent_in_place(tmp_path, monkeypatch):
-    """To ranks where it lies so, and to those where it does not."""
+def test_any_dtype_and_shape_is_sent(tmp_path, monkeypatch):
+    """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait
+    for; and what lies transposed is sent to ranks where it lies so, and to those where it does
+    not."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
+    told, turned = torch.tensor([[0, 1, 1], [1, 0, 1]]), torch.arange(6.0).view(3, 2).t()
 
     def compute(parallel):
-        ranks, held = Ranks(parallel.rank, parallel.size), torch.full((3, 2), float(parallel.rank))
-        own = (
-            torch.arange(6.0).view(3, 2).t()
-            if parallel.rank == 1
-            else held.t()
-            if parallel.rank == 2
-            else torch.zeros(2, 3)
-        )
+        ranks, mine = Ranks(parallel.rank, parallel.size), parallel.rank == 1
+        sent = [ranks.broadcast((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
+        single = ranks.broadcast(torch.tensor(7.0 if mine else 0.0), 1)
+        empty = ranks.broadcast(torch.empty(0, 4), 1)
+        place = torch.zeros(3, 2).t() if parallel.rank == 2 else torch.zeros(2, 3)
+        own = turned.clone() if mine else place
         assert ranks.broadcast(own, 1) is own
-        return own.contiguous() if parallel.rank != 2 else held.t().contiguous()
+        kept = [
+            torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)
+        ]
+        return [*kept, float(single) == 7, not len(empty), torch.equal(own, turned)]
 
     for found in run_ranks(3, tmp_path, compute):
-        assert torch.equal(found, torch.arange(6.0).view(3, 2).t())
+        assert found == [True] * (len(DTYPES) + 3), found
 
 
 DTYPES = (
@@ -162,68 +149,12 @@ DTYPES = (
 )
 
 
-def test_any_dtype_and_shape_is_sent(tmp_path, monkeypatch):
-    """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait
-    for."""
-    monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
-    told = torch.tensor([[0, 1, 1], [1, 0, 1]])
-
-    def compute(parallel):
-        ranks, mine = Ranks(parallel.rank, parallel.size), parallel.rank == 1
-        sent = [ranks.broadcast((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
-        single = ranks.broadcast(torch.tensor(7.0 if mine else 0.0), 1)
-        empty = ranks.broadcast(torch.empty(0, 4), 1)
-        kept = [
-            torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)
-        ]
-        return [*kept, float(single) == 7, not len(empty)]
-
-    for found in run_ranks(2, tmp_path, compute):
-        assert found == [True] * (len(DTYPES) + 2), found
-
-
 def test_experts_are_in_as_many_batches_as_a_power_of_two():
     """So that 2, 4 and 8 ranks have as many each: 256 experts of which 24 could be solved together
     are 16 batches of 16."""
     side = Parameter("model.layers.0.mlp.experts.0.gate_proj.weight", (2, 2), "linear")
     expert = GatedMlp(side, side, side)
-    for count, most, sizes in (
-        (256, 24, [16] * 16),
-        (256, 256, [256]),
-        (60, 24, [15] * 4),
-        (4, 2, [2, 2]),
-        (5, 2, [2, 2, 1]),
-        (3, 1, [1] * 3),
-    ):
+    for count, most, sizes in ((256, 24, [16] * 16), (60, 24, [15] * 4), (5, 2, [2, 2, 1])):
         batches = list(expert_batches(dict.fromkeys(range(count), expert), 3 * 4 * most))
         assert [len(batch) for batch in batches] == sizes, (count, most)
         assert [number for batch in batches for number in batch] == list(range(count))
-
-
-def test_ranks_sum_panels_of_one_square(tmp_path, monkeypatch):
-    """Each its own, and all have the sums of one process."""
-    monkeypatch.setattr(input_sums, "PANEL", 16)
-    # whole numbers, which BF16 holds
-    x, o = (8 * torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))).round()
-
-    def summed(ranks):
-        total, drift = (
-            StatisticsAccumulator(50, x.device, 4, ranks, every=7),
-            DriftAccumulator(4, ranks),
-        )
-        for part, original in zip(x, o):
-            total.add(part)
-            drift.add_quantized("a", part)
-            drift.add_original("a", original)
-        means = total.mean()
-        assert torch.equal(means.rows, x[:, ::7].flatten(0, 1)), "every seventh of each part"
-        return torch.stack([means.mean_hessian, drift.finish()["a"].inputs])
-
-    alone = summed(Ranks())
-    torch.testing.assert_close(
-        alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60
-    )
-    for found in run_ranks(
-        3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))
-    ):
-        assert torch.equal(found, alone)

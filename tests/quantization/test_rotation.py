@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 import torch
 from plain_weights import PlainWeights
+from quantized import quantized
 from quantkit_kernels.backends import use_backend
 from refused import refused
 from tied_model import TIED, tied_tensors
@@ -15,10 +16,8 @@ from tied_model import TIED, tied_tensors
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
-from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
-from quantkit.quantization import quantize
 from quantkit.quantization.rotation import Rotation, open_rotated
 
 STREAMS, NORM, VALUES = (
@@ -120,30 +119,21 @@ def test_the_output_is_a_plain_checkpoint_whose_head_is_its_own(tmp_path):
     """Of a model whose head is its embedding, in int8: what is rounded is within 0.05, and what is
     rotated is in the manifest."""
     source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
-    scheme, ids = find_scheme("w8a16"), torch.arange(8, 40)
-    recipe = Recipe(scheme=scheme.name, methods=(), rotation=("residual", "values"))
-    quantize(source, tmp_path / "out", scheme, "auto", recipe, device="cpu")
-    config, manifest = (
-        json.loads((tmp_path / "out" / name).read_text())
-        for name in ("config.json", "manifest.json")
-    )
-    assert config["tie_word_embeddings"] is False
+    ids = torch.arange(8, 40)
+    recipe = Recipe(scheme="w8a16", methods=(), rotation=("residual", "values"))
+    quantized(source, tmp_path / "out", recipe)
+    assert Checkpoint.open(tmp_path / "out").config["tie_word_embeddings"] is False
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     entry = manifest["tensors"]["model.embed_tokens.weight"]
     assert entry["became"] == ["model.embed_tokens.weight", "lm_head.weight"]
     assert entry["reason"] == "rotated"
-    assert "residual and values" in (tmp_path / "out/README.md").read_text()
-    with torch.inference_mode():
-        theirs, ours = (
-            loaded.model.logits(loaded.model(ids, CausalContext([len(ids)])))
-            for loaded in (
-                load_model(path, device="cpu", dtype="float32", backend="reference")
-                for path in (source, tmp_path / "out")
-            )
-        )
+    found = []
+    for path in (source, tmp_path / "out"):
+        model = load_model(path, device="cpu", dtype="float32", backend="reference").model
+        with torch.inference_mode():
+            found.append(model.logits(model(ids, CausalContext([len(ids)]))))
+    theirs, ours = found
     assert 0 < (ours - theirs).norm() < 0.05 * theirs.norm()
-    again = quantize(source, tmp_path / "out", scheme, "auto", recipe, device="cpu")
-    assert again.done_already
+    assert quantized(source, tmp_path / "out", recipe).done_already
     with refused("pruned, or whose grids are chosen, is not rotated"):
-        quantize(
-            source, tmp_path / "no", scheme, "auto", recipe.with_given(prune=0.5), device="cpu"
-        )
+        quantized(source, tmp_path / "no", recipe.with_given(prune=0.5))

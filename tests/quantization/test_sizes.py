@@ -7,12 +7,11 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match
 from quantized import quantized
-from refused import refused
 from size_coverage import covered
 from small_recipe import SMALL
 from tiny_models import CONFIGS
+from top_logprobs import distance, top_logprobs
 
-from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.progress import Note
@@ -56,7 +55,6 @@ def test_awq_has_one_group_size_for_all(tmp_path):
     assert Checkpoint.open(report.out).scheme is SCHEMES["awq-w4a16"]
     said = next(event.text for event in lines if isinstance(event, Note))
     assert "int4-g64" in said
-    assert "[192, 192]" in said
     assert said == plan(source, "rtn-w4a16").description
 
 
@@ -76,7 +74,7 @@ def test_compressed_tensors_has_group_sizes_of_linears(tmp_path):
             if any(is_match(module, torch.nn.Linear(1, 1), target) for target in group.targets)
         ]
         assert sizes == [linear.grid and linear.grid.group_size], "the library reads another size"
-    assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cpu")]
+    assert check_checkpoint("vllm", Checkpoint.open(out), device="cpu") == []
 
 
 def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path):
@@ -92,18 +90,11 @@ def test_one_odd_linear_of_many_stays_in_16_bits(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
-def test_a_model_of_odd_sizes_runs_and_converts(tmp_path, format):
-    """The file computes its dequantized weights, and survives a conversion to another format."""
+def test_a_model_of_odd_sizes_computes_its_dequantized_weights(tmp_path, format):
     source = source_of(tmp_path, intermediate_size=320)
     out = rounded(source, tmp_path / "out", format=format).out
     convert(out, tmp_path / "dense", dtype="float32")
-    prompts, params = [list(range(3, 30))], SamplingParams(max_new_tokens=6, ignore_eos=True)
-    texts = []
-    for path in (out, tmp_path / "dense"):
-        engine = Engine.load(path, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
-        texts.append([one.token_ids for one in engine.generate(prompts, params)])
-        engine.close()
-    assert texts[0] == texts[1]
+    assert distance(top_logprobs(tmp_path / "dense"), top_logprobs(out)) < 1e-4
 
 
 def test_outputs_that_packing_does_not_divide(tmp_path):
@@ -121,25 +112,15 @@ def test_outputs_that_packing_does_not_divide(tmp_path):
     assert down.grid.kind == "int8", "324 inputs have no groups"
 
 
-def test_a_given_group_size_is_not_changed(tmp_path):
-    source = source_of(tmp_path)
-    recipe = Recipe(scheme="rtn-w4a16", methods=(), group_size=128)
-    with refused(r"group size 128 does not divide the 192 .*--group-size 64"):
-        quantized(source, tmp_path / "out", recipe)
-
-
 def test_blocks_that_do_not_fit_are_written_as_the_engine_can_read_them(tmp_path):
     """DeepSeek's form has blocks alone; vLLM reads channels beside them in compressed-tensors."""
     source, scheme = source_of(tmp_path), "fp8-block-w8a8"
     out = rounded(source, tmp_path / "vllm", scheme, engine="vllm").out
-    assert Checkpoint.open(out).format.name == "compressed-tensors"
-    assert {
-        linear.grid and linear.grid.kind for linear in Checkpoint.open(out).linears.values()
-    } == {"fp8"}
-    assert not [one for one in check_checkpoint("vllm", Checkpoint.open(out), device="cuda")]
-    said = plan(source, scheme, PlanOptions(engine="transformers")).description
-    assert "of the weights in fp8" in said
-    assert "int8-a8w8c16" in said
+    written = Checkpoint.open(out)
+    assert written.format.name == "compressed-tensors"
+    assert {linear.grid and linear.grid.kind for linear in written.linears.values()} == {"fp8"}
+    assert check_checkpoint("vllm", written, device="cuda") == []
+    assert "int8-a8w8c16" in plan(source, scheme, PlanOptions(engine="transformers")).description
     even = source_of(
         tmp_path / "even", hidden_size=256, num_attention_heads=4, num_key_value_heads=2
     )
@@ -150,12 +131,9 @@ SMALLEST = {
     "SmolLM2-135M": "awq-w4a16",
     "gpt-oss-20b": "awq-w4a16",
     "GLM-4.5-Air": "fp4-w4a16",
-    "OpenLLaMA-3B": "rtn-w4a16",
     "Qwen2-57B-A14B": "w8a16",
-    "openPangu-Embedded-1B": "int8-a8w8c16",
     "gemma-3-270m": "rtn-w4a16",
     "falcon-7b": "rtn-w4a16",
-    "glm-4-9b": "mxfp4-w4a16",
     "Qwen1.5-MoE-A2.7B": "int4-w4a8",
 }
 """A scheme that each is written in; every scheme is planned."""

@@ -12,15 +12,14 @@ from make_model import CONFIGS, write_dense
 from quantized import quantized
 from refused import refused
 from sample_sizes import sized
+from small_recipe import SMALL, sequences_of
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import checkpoint_tensors
 
 from quantkit import SamplingParams
-from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.diagnosis.diagnose import diagnose
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.hf_engine import open_engine
@@ -29,7 +28,6 @@ from quantkit.grids.base import dequantize
 from quantkit.models import ARCHITECTURES
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
-from quantkit.tokenizer.chat import ChatTokenizer
 
 TRACED = CONFIGS["traced"]
 SIZES, EXPERTS = TRACED["all"], TRACED["experts"]
@@ -90,17 +88,7 @@ def is_rounded_alone(source, told):
 def recipe_of(source, scheme):
     """With a text of its own, beside the source."""
     text = write_letters(source.parent / "calibration.txt", 600)
-    return Recipe(
-        scheme=scheme,
-        calibration=str(text),
-        samples=6,
-        held_out=2,
-        seq_len=48,
-        scale_points=3,
-        fit_points=1,
-        search_rows=16,
-        sweeps=2,
-    )
+    return Recipe(scheme=scheme, calibration=str(text), **SMALL | {"seq_len": 48})
 
 
 def stored(path):
@@ -155,14 +143,7 @@ def test_the_report_says_of_the_output_what_transformers_says(
         for line in told
     )
     assert len(report.findings.scales) >= (0 if model_type in ("flex_olmo", "minimax") else 2)
-    recipe = recipe_of(source, scheme)
-    sizes = {
-        "samples": recipe.samples,
-        "held_out": recipe.held_out,
-        "seq_len": recipe.seq_len,
-        "seed": recipe.seed,
-    }
-    sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
+    sequences = sequences_of(recipe_of(source, scheme), source)
     with torch.inference_mode():
         before = torch.cat(
             [model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]
@@ -194,38 +175,15 @@ def test_the_report_says_of_the_output_what_transformers_says(
     ("model_type", "scheme"),
     [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16"), ("granitemoe", "nvfp4-w4a4")],
 )
-def test_what_was_made_is_measured_and_run(model_type, scheme, tmp_path):
-    """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of
-    run."""
-    model = peer(model_type, **EXPERTS)
-    source = written(model, tmp_path / model_type)
+def test_ppl_tells_the_kl_that_the_report_tells(model_type, scheme, tmp_path):
+    """Which counts the last tokens, too."""
+    source = written(peer(model_type, **EXPERTS), tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme)
-    recipe = recipe_of(source, scheme)
-    sizes = {
-        "samples": recipe.samples,
-        "held_out": recipe.held_out,
-        "seq_len": recipe.seq_len,
-        "seed": recipe.seed,
-    }
-    sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
-    found = measure(
-        str(tmp_path / "out"),
-        sequences.held_out,
-        PerplexityOptions(baseline=str(source), device="cpu"),
-    )
-    tokens = sum(len(one) for one in sequences.held_out)
-    assert found.kl == pytest.approx(
-        report.findings.next_token["kl"], rel=0.1
-    )  # which counts the last tokens, too
-    assert found.tokens == tokens - len(sequences.held_out)
-    engine = open_engine(EngineOptions(source, device="cpu"))
-    (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
-    expected = model.generate(
-        torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False
-    )[0, 3:].tolist()
-    assert done.token_ids == expected
-    with refused("which has no --tp here"):
-        open_engine(EngineOptions(source, device="cpu", tp=2))
+    held_out = sequences_of(recipe_of(source, scheme), source).held_out
+    beside = PerplexityOptions(baseline=str(source), device="cpu")
+    found = measure(str(tmp_path / "out"), held_out, beside)
+    assert found.kl == pytest.approx(report.findings.next_token["kl"], rel=0.1)
+    assert found.tokens == sum(len(one) - 1 for one in held_out)
 
 
 @pytest.mark.parametrize(
@@ -275,14 +233,9 @@ def test_experts_that_are_stacked_either_way(turned, tmp_path):
         "moe_intermediate_size": 256,
         "rope_parameters": rope,
     }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "depth": 1,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-    }
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    vision = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | {"depth": 1, "num_heads": 2}
+    vision |= {"out_hidden_size": 128, "deepstack_visual_indexes": [0]}
+    vision |= {"num_position_embeddings": 16}
     config = transformers.AutoConfig.for_model(
         "qwen3_vl_moe", text_config=text, vision_config=vision
     )
@@ -297,40 +250,10 @@ def test_experts_that_are_stacked_either_way(turned, tmp_path):
     )
     ids = torch.arange(5, 25)
     with torch.inference_mode():
-        expected = (
-            model(input_ids=ids[None])
-            .logits[0]
-            .log_softmax(-1)[:-1]
-            .gather(1, ids[1:, None])
-            .mean()
-        )
-    assert measure(str(source), [ids], PerplexityOptions(device="cpu")).ppl == pytest.approx(
-        float((-expected).exp()), rel=1e-4
-    )
+        expected = F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:]).exp()
+    found = measure(str(source), [ids], PerplexityOptions(device="cpu"))
+    assert found.ppl == pytest.approx(float(expected), rel=1e-4)
     report = run(source, tmp_path / "out", "awq-w4a16")
     assert report.coverage.share > 0.75  # beside a vision tower
-    found = measure(
-        str(report.out), [ids], PerplexityOptions(baseline=str(source), device="cpu")
-    ).kl
-    assert 0 < found < 0.01
-
-
-def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path):
-    """What a linear gained the norm before it lost: which that is only a table says."""
-    model = peer("bitnet")
-    source = written(model, tmp_path / "source")
-    tensors = model.state_dict()
-    for name in [name for name in tensors if name.endswith("ffn_sub_norm.weight")]:
-        tensors[name].mul_(0.5)
-        tensors[name.replace("ffn_sub_norm", "down_proj")].mul_(2)
-    run(written(model, tmp_path / "scaled"), tmp_path / "out", "rtn-w4a16")
-    found = diagnose(str(tmp_path / "out"), source=str(source), depth="tensors").findings
-    assert not found.has("scales-absurd"), found.found
-
-
-def test_groups_that_do_not_divide_every_linear(tmp_path):
-    """128 divides the inputs of o_proj alone: all linears get groups of 32, which divide all."""
-    source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
-    checkpoint = Checkpoint.open(run(source, tmp_path / "out", "rtn-w4a16").out)
-    assert len(checkpoint.linears) == 7 * SIZES["num_hidden_layers"]
-    assert checkpoint.grid.group_size == 32
+    beside = PerplexityOptions(baseline=str(source), device="cpu")
+    assert 0 < measure(str(report.out), [ids], beside).kl < 0.01
