@@ -31,6 +31,7 @@ def test_what_does_not_fit_waits_for_those_before():
 
 
 def test_a_failure_reaches_the_maker_and_ends_it():
+    """Or is raised at the end, if nobody saw it."""
     writer, go, ran = BackgroundWriter(100), Event(), []
 
     def fail():
@@ -46,14 +47,7 @@ def test_a_failure_reaches_the_maker_and_ends_it():
     writer.close()
     assert ran == []
     assert not any(thread.is_alive() for thread in writer._pool._threads)
-
-
-def test_a_failure_that_nobody_saw_is_raised_at_the_end():
-    writer = BackgroundWriter(100)
-
-    def fail():
-        raise OSError("no more room")
-
-    writer.submit(fail, 1)
+    unseen = BackgroundWriter(100)
+    unseen.submit(fail, 1)
     with pytest.raises(OSError, match="no more room"):
-        writer.close()
+        unseen.close()

@@ -6,8 +6,6 @@ through a process of their own. Nothing may be written where a command fails, an
 the source.
 """
 
-import contextlib
-import io
 import os
 import random
 import shutil
@@ -22,6 +20,7 @@ import make_model
 import pytest
 import random_damage
 import typer
+from commands import command
 from sample_sizes import sized
 
 from quantkit import cli
@@ -41,13 +40,7 @@ SIZES = make_model.NARROW | {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Two layers and an MTP layer with four experts each, in FP8."""
-    config = make_model.tiny_config(**SIZES)
-    return make_model.write_fp8(
-        tmp_path_factory.mktemp("good") / "model",
-        config,
-        make_model.random_tensors(config),
-        shards=2,
-    )
+    return make_model.random_fp8(tmp_path_factory.mktemp("good") / "model", shards=2, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +94,14 @@ class Outcome:
 
 
 def run(*arguments):
-    errors, code = io.StringIO(), 0
-    given, sys.argv = sys.argv, ["quantkit", *map(str, arguments)]
     signal.setitimer(signal.ITIMER_PROF, CPU_S)
     signal.setitimer(signal.ITIMER_REAL, BLOCKED_S)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-            cli.main()
-    except SystemExit as ended:
-        code = ended.code
+        answer = command(*map(str, arguments))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.argv = given
-    return Outcome(code, errors.getvalue())
+    return Outcome(answer.code, answer.err)
 
 
 def commands(folder, out, text):
@@ -170,12 +157,6 @@ def rules(model):
     every = damage.by_rule(model)
     random.Random(5).shuffle(every)
     return every
-
-
-def test_the_good_checkpoint_passes(model, text, tmp_path):
-    for verb, arguments in commands(model, tmp_path / "out", text).items():
-        assert run(*arguments).code == 0, verb
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@ found again."""
 
 import re
 import shutil
+from pathlib import Path
 
+import faulty
 import hub_server
 import make_model
 import output_files
@@ -13,7 +15,7 @@ import torch
 from commands import command
 from huggingface_hub import constants
 from refused import refused
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import quantkit
 from quantkit.checkpoint.hub import find_local, find_model
@@ -45,31 +47,30 @@ def use(server, monkeypatch):
     )
 
 
+def headers(checkpoint):
+    return {name: (t.dtype, t.shape, t.shard) for name, t in checkpoint.tensors.items()}
+
+
 def test_headers_are_those_of_the_files(hub, tiny_checkpoint):
     remote, local = open_headers(NAME), Checkpoint.open(tiny_checkpoint)
     assert remote.config == local.config
-    assert {name: (t.dtype, t.shape, t.shard) for name, t in remote.tensors.items()} == {
-        name: (t.dtype, t.shape, t.shard) for name, t in local.tensors.items()
-    }
+    assert headers(remote) == headers(local)
     assert remote.linears.keys() == local.linears.keys()
     assert "tokenizer.json" not in hub.sent
+    with refused(r"lm_head\.weight of org/model was not downloaded"):
+        remote.read("lm_head.weight")
+    with refused("cannot download org/other from Hugging Face"):
+        open_headers("org/other")
 
 
 def test_another_copy_beside_the_only_shard_is_not_read(tmp_path, monkeypatch):
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
-    folder = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
-    tensors = {
-        name: tensor
-        for shard in folder.glob("*.safetensors")
-        for name, tensor in load_file(shard).items()
-    }
+    tensors, folder = make_model.random_tensors(config), tmp_path / "dense"
+    make_model.write_dense(folder, config, {"lm_head.weight": tensors["lm_head.weight"]})
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     save_file(tensors, folder / "model.safetensors")
-    save_file(
-        {"layers.0.attention.wq.weight": tensors["lm_head.weight"]},
-        folder / "consolidated.safetensors",
-    )
+    save_file({"layers.0.wq": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         assert open_headers(NAME).tensors.keys() == tensors.keys()
@@ -80,26 +81,15 @@ def test_shards_in_a_folder_below_are_those_that_the_index_names(
 ):
     folder = output_files.shards_below(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     (folder / "original").mkdir()
-    save_file(
-        {"layers.0.attention.wq.weight": torch.zeros(2, 2)},
-        folder / "original" / "consolidated.safetensors",
-    )
+    save_file({"layers.0.wq": torch.zeros(2, 2)}, folder / "original/consolidated.safetensors")
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
-        remote, local = open_headers(NAME), Checkpoint.open(folder)
-        assert {name: (t.shape, t.shard) for name, t in remote.tensors.items()} == {
-            name: (t.shape, t.shard) for name, t in local.tensors.items()
-        }
-        assert {diagnose(one, depth="headers").findings.verdict for one in (NAME, str(folder))} == {
-            "good"
-        }
+        local = Checkpoint.open(folder)
+        assert headers(open_headers(NAME)) == headers(local)
+        for one in (NAME, str(folder)):
+            assert diagnose(one, depth="headers").findings.verdict == "good"
         assert find_local(NAME) is None
         assert Checkpoint.open(find_model(NAME)).fingerprint == local.fingerprint
-
-
-def test_a_weight_that_was_not_downloaded_is_named(hub):
-    with refused(r"lm_head\.weight of org/model was not downloaded"):
-        open_headers(NAME).read("lm_head.weight")
 
 
 def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path, monkeypatch):
@@ -133,15 +123,35 @@ def test_a_download_is_found_again(hub, tiny_checkpoint, tmp_path, monkeypatch):
     assert find_model(NAME) == path, "it was downloaded by this name, whatever lies beside"
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("shard_is_missing", "index_names_the_wrong_shard", "mtp_was_dropped", "a_norm_is_lost"),
+        *("eos_is_no_token", "the_tokenizer_is_cut_short", "fp8_linears_are_listed_as_plain"),
+    ],
+)
+def test_check_finds_a_fault_as_in_a_folder(fault, tiny_checkpoint, tmp_path, monkeypatch):
+    def findings(model):
+        found = diagnose(model, depth="headers").findings.found
+        return {(one.name, one.severity) for one in found}
+
+    folder = faulty.damaged(tiny_checkpoint, fault, tmp_path)
+    with hub_server.serve(Path(folder), NAME) as server:
+        use(server, monkeypatch)
+        assert findings(NAME) == findings(folder) != set()
+
+
+def test_check_of_a_good_model_reads_no_weight(hub, tiny_checkpoint):
+    answer = command("check", NAME, "--json")
+    assert (answer.code, answer.json["verdict"]) == (0, "good"), answer.json
+    weights = sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
+    assert hub.weights < weights / 4
+
+
 def test_half_a_download_is_not_taken_for_a_model(hub):
     path = find_model(NAME)
     next(path.glob("*.safetensors")).unlink()
     assert find_local(NAME) is None
-
-
-def test_a_model_that_the_hub_does_not_have(hub):
-    with refused("cannot download org/other from Hugging Face"):
-        open_headers("org/other")
 
 
 def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub, tmp_path, monkeypatch):
@@ -173,44 +183,12 @@ def test_an_address_without_its_scheme_is_told(name):
         find_model(name)
 
 
-def test_a_model_without_safetensors(tmp_path, tiny_checkpoint, monkeypatch):
-    folder = tmp_path / "pickles"
-    folder.mkdir()
-    shutil.copy(tiny_checkpoint / "config.json", folder)
-    with hub_server.serve(folder, NAME) as server:
-        use(server, monkeypatch)
-        with refused("has no safetensors file"):
-            open_headers(NAME)
-
-
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
-        (
-            ["refs/main", "snapshots/0a1b/config.json"],
-            "holds no config.json; give the directory of the model, such as .*snapshots/0a1b",
-        ),
-        (
-            ["tiny/config.json"],
-            "holds no config.json; give the directory of the model, such as .*/tiny",
-        ),
-    ],
-)
-def test_a_directory_that_is_something_else_is_told(files, told, tmp_path):
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text("{}")
-    for arguments in (("plan", "--scheme", "rtn-w4a16"), ("check",), ("run", "--prompt", "?")):
-        done = command(arguments[0], str(tmp_path), *arguments[1:])
+@pytest.mark.parametrize("file", ["snapshots/0a1b/config.json", "tiny/config.json"])
+def test_a_directory_that_is_something_else_is_told(file, tmp_path):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("{}")
+    told = f"holds no config.json; give the directory of the model, such as .*{file[:-12]}"
+    for name, *more in (("plan", "--scheme", "rtn-w4a16"), ("check",), ("run", "--prompt", "?")):
+        done = command(name, str(tmp_path), *more)
         assert (done.code, done.errors) == (1, 1), done.err
         assert re.match(f"error: {re.escape(str(tmp_path))} {told}", done.error), done.error
-
-
-def test_a_model_is_deployed_by_its_headers(hub):
-    """DeepSeek-R1 has 688 GB, which the boxes need and the machine that asks does not."""
-    made = command("deploy", NAME, "--engine", "vllm", "--json").json
-    ((_, words),) = made["launches"][0]["commands"]
-    assert words[:3] == ["vllm", "serve", NAME]
-    assert words[words.index("--served-model-name") + 1] == "model"
-    assert made["memory"]["server"]["weight_bytes"] > 0
-    assert find_local(NAME) is None, "nothing of it was downloaded"

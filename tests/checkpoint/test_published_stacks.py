@@ -1,30 +1,33 @@
 """Experts that are published stacked, read as experts of their own: gpt-oss in 16 bits and in
 MXFP4, against transformers."""
 
-import json
+import itertools
 
 import make_model
 import pytest
 import torch
 import transformers
+from greedy import greedy
 from quantized import quantized
 from refused import refused
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
-from quantkit import Engine, SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stacked_experts import expected_stacks
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.grids.base import dequantize
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization.convert import convert
 
 CONFIG = make_model.CONFIGS["stacked"]
+HIDDEN, WIDTH, EXPERTS = 64, 128, 4
+STACKS = (("gate_up", 2 * WIDTH, HIDDEN), ("down", HIDDEN, WIDTH))
+NORMS = ("input_", "post_attention_")
+PROMPTS = [[5, 9, 17, 40], list(range(20, 44))]
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -48,60 +51,36 @@ def test_experts_of_16_bits_are_those_of_transformers(tmp_path):
 
 def mxfp4_model(path):
     """A random gpt-oss as it is published, and its tensors."""
-    path.mkdir()
     rng = torch.Generator().manual_seed(3)
-    hidden, width, experts = 64, 128, 4
-    tensors = {
-        "model.embed_tokens.weight": (320, hidden),
-        "lm_head.weight": (320, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(2):
-        p = f"model.layers.{layer}"
-        tensors |= {
-            f"{p}.{name}.weight": (hidden,)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        for side, rows, columns in (
-            ("q", 64, hidden),
-            ("k", 32, hidden),
-            ("v", 32, hidden),
-            ("o", hidden, 64),
+    shapes = {"model.embed_tokens.weight": (320, HIDDEN), "lm_head.weight": (320, HIDDEN)}
+    shapes["model.norm.weight"] = (HIDDEN,)
+    for p in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{p}.{name}layernorm.weight": (HIDDEN,) for name in NORMS}
+        for side, rows in (("q", 64), ("k", 32), ("v", 32), ("o", HIDDEN)):
+            shapes |= {f"{p}.self_attn.{side}_proj.weight": (rows, 64)}
+            shapes |= {f"{p}.self_attn.{side}_proj.bias": (rows,)}
+        shapes |= {f"{p}.self_attn.sinks": (4,), f"{p}.mlp.router.weight": (EXPERTS, HIDDEN)}
+        shapes |= {f"{p}.mlp.router.bias": (EXPERTS,)}
+        for side, rows, _ in STACKS:
+            shapes[f"{p}.mlp.experts.{side}_proj_bias"] = (EXPERTS, rows)
+    held = {}
+    for name, shape in shapes.items():
+        drawn = torch.randn(shape, generator=rng) / shape[-1] ** 0.5
+        held[name] = (drawn + ("norm" in name)).bfloat16()
+    for layer, (side, rows, columns) in itertools.product(range(2), STACKS):
+        name, blocks = (
+            f"model.layers.{layer}.mlp.experts.{side}_proj",
+            (EXPERTS, rows, columns // 32),
+        )
+        for part, low, high, shape in (
+            ("blocks", 0, 256, (*blocks, 16)),
+            ("scales", 119, 125, blocks),
         ):
-            tensors |= {
-                f"{p}.self_attn.{side}_proj.weight": (rows, columns),
-                f"{p}.self_attn.{side}_proj.bias": (rows,),
-            }
-        tensors |= {
-            f"{p}.self_attn.sinks": (4,),
-            f"{p}.mlp.router.weight": (experts, hidden),
-            f"{p}.mlp.router.bias": (experts,),
-        }
-        tensors |= {
-            f"{p}.mlp.experts.gate_up_proj_bias": (experts, 2 * width),
-            f"{p}.mlp.experts.down_proj_bias": (experts, hidden),
-        }
-    held = {
-        name: ("norm" in name) + torch.randn(shape, generator=rng) / shape[-1] ** 0.5
-        for name, shape in tensors.items()
-    }
-    held = {name: tensor.bfloat16() for name, tensor in held.items()}
-    for layer in range(2):
-        for side, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
-            name = f"model.layers.{layer}.mlp.experts.{side}_proj"
-            held[f"{name}_blocks"] = torch.randint(
-                0, 256, (experts, rows, columns // 32, 16), generator=rng, dtype=torch.uint8
-            )
-            held[f"{name}_scales"] = torch.randint(
-                119, 125, (experts, rows, columns // 32), generator=rng, dtype=torch.uint8
-            )
+            codes = torch.randint(low, high, shape, generator=rng, dtype=torch.uint8)
+            held[f"{name}_{part}"] = codes
     block = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
-    (path / "config.json").write_text(
-        json.dumps({**CONFIG, "eos_token_id": 1, "quantization_config": block})
-    )
-    save_file(held, path / "model.safetensors")
-    make_model.write_tokenizer(path)
-    return path, held
+    described = {**CONFIG, "eos_token_id": 1, "quantization_config": block}
+    return make_model.write_dense(path, described, held), held
 
 
 def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path):
@@ -130,18 +109,6 @@ def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path):
                 )
 
 
-def greedy(path, tp=1, *, mixed=False):
-    engine = Engine.load(path, device="cpu", dtype="float32", max_model_len=64, tp=tp)
-    if mixed:
-        engine.scheduler.budget = StepBudget(16, 8, mixed=True)
-    done = engine.generate(
-        [[5, 9, 17, 40], list(range(20, 44))], SamplingParams(max_new_tokens=8, ignore_eos=True)
-    )
-    tokens = {one.index: one.token_ids for one in done}
-    engine.close()
-    return [tokens[index] for index in sorted(tokens)]
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     return mxfp4_model(tmp_path_factory.mktemp("models") / "model")[0]
@@ -149,11 +116,10 @@ def published(tmp_path_factory):
 
 def test_the_published_model_runs_and_converts(published, tmp_path):
     convert(published, tmp_path / "plain", dtype="float32")
-    expected = greedy(tmp_path / "plain")
-    assert greedy(published) == expected
-    assert greedy(published, mixed=True) == expected
+    expected = greedy(tmp_path / "plain", PROMPTS, 8)
+    assert greedy(published, PROMPTS, 8) == expected
     convert(published, tmp_path / "packed", format="compressed-tensors")
-    assert greedy(tmp_path / "packed") == expected
+    assert greedy(tmp_path / "packed", PROMPTS, 8) == expected
     first, second = (Checkpoint.open(path) for path in (published, tmp_path / "packed"))
     for module in first.linears:
         ours, theirs = first.weight(module), second.weight(module)
@@ -206,21 +172,10 @@ def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path):
 
 
 def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart():
-    shapes = {
-        f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")
-    }
-    (stack,) = expected_stacks(CONFIG, shapes)
+    names = [f"mlp.experts.{e}.{side}_proj.weight" for e in range(2) for side in ("gate", "up")]
+    (stack,) = expected_stacks(CONFIG, dict.fromkeys(names, (8, 4)))
     assert (stack.name, stack.stacked_shape) == ("mlp.experts.gate_up_proj", (2, 4, 16))
-    assert (
-        list(
-            expected_stacks(
-                CONFIG, {name: shape for name, shape in shapes.items() if "1.up" not in name}
-            )
-        )
-        == []
-    )
-    assert list(expected_stacks(CONFIG, shapes | {"mlp.experts.3.gate_proj.weight": (8, 4)})) == []
-    assert list(expected_stacks({"model_type": "qwen3_moe"}, shapes)) == []
+    assert not [*expected_stacks(CONFIG, dict.fromkeys(names[:-1], (8, 4)))]
 
 
 def test_engines_and_the_checkup_know_it_as_it_is_published(published):

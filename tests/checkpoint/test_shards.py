@@ -36,13 +36,10 @@ def stored(tmp_path):
     [
         ("wide", ((2, 9), (0, 3000))),
         ("wide", ((0, 12), (1000, 1600))),  # 2400 bytes of each row: read piece by piece
-        ("wide", ((3, 4), (5, 9))),
         ("narrow", ((0, 50), (10, 20))),
-        ("narrow", ((7, 49), (39, 40))),
         ("narrow", ((5, 5), (0, 40))),
         ("fp8", ((4, 8), (16, 48))),
         ("vector", ((2, 5),)),
-        ("vector", None),
         ("scalar", None),
     ],
 )
@@ -101,9 +98,8 @@ def test_no_more_is_read_ahead_than_there_is_room_for(stored, monkeypatch):
     ahead, empty = shards.ReadAhead(), torch.empty(0, dtype=torch.uint8)
     for name in ("narrow", "wide", "fp8", "scalar"):
         ahead.start(found[name], lambda: empty)
-    assert [name for name, info in found.items() if ahead.take(info) is not None] == [
-        name for name in found if name in ("narrow", "fp8")
-    ]
+    taken = {name for name, info in found.items() if ahead.take(info) is not None}
+    assert taken == {"narrow", "fp8"}
     ahead.start(found["scalar"], lambda: empty)
     assert ahead.take(found["scalar"]) is empty
 

@@ -17,6 +17,7 @@ from refused import refused
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quantkit.checkpoint import output_dir
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 
@@ -63,13 +64,10 @@ def test_safetensors_reads_the_output(undisturbed):
         assert torch.equal(
             read.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
         )
-    assert json.loads((undisturbed / "config.json").read_text()) == write_job.CONFIG
-    assert (undisturbed / "tokenizer.json").read_bytes() == write_job.EXTRA["tokenizer.json"]
-
-
-def test_nothing_else_is_left(undisturbed):
     assert [path.name for path in undisturbed.parent.iterdir()] == ["out"]
     assert all(path.suffix in (".json", ".safetensors") for path in undisturbed.iterdir())
+    assert json.loads((undisturbed / "config.json").read_text()) == write_job.CONFIG
+    assert (undisturbed / "tokenizer.json").read_bytes() == write_job.EXTRA["tokenizer.json"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -102,22 +100,15 @@ def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path):
     writer.run_after(
         lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden")
     )
-    with refused(
-        r"cannot write .*/out: .*No such file.*; fix that and run the same command: it "
-        r"resumes"
-    ):
+    with refused(r"cannot write .*/out: .*No such file.*; fix that and run the same command"):
         writer.wait()
     writer.close()
 
 
 def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path):
     w = torch.zeros(2048, 2048)
-    with CheckpointWriter(
-        tmp_path / "out",
-        [TensorSpec("w", w.dtype, tuple(w.shape))],
-        fingerprint={},
-        overwrite=False,
-    ) as writer:
+    specs = [TensorSpec("w", w.dtype, tuple(w.shape))]
+    with CheckpointWriter(tmp_path / "out", specs, fingerprint={}, overwrite=False) as writer:
         writer.write("all", {"w": w})
         w.fill_(1)
         assert not writer.read("all")["w"].any()
@@ -150,9 +141,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(undisturbed, tmp_p
     """SIGKILL 25 times, while setting up and while writing; every run goes on where the journal
     ends."""
     found = json.loads(_run_job(tmp_path / "out", "kill", "25"))
-    if (
-        tmp_path / "out" / ".quantkit"
-    ).exists():  # killed between the last rename and clearing up: the next start does that
+    if (tmp_path / "out" / ".quantkit").exists():
+        # Killed between the last rename and clearing up: the next start does that.
         with refused("exists"):
             _writer(tmp_path / "out")
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
@@ -169,14 +159,8 @@ def test_several_processes_write_one_output(undisturbed, tmp_path):
 
 def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed, tmp_path):
     """On a file system of 8 MB, filled to the last page when only index and config are missing."""
-    mount = [
-        "unshare",
-        "-rm",
-        "sh",
-        "-c",
-        f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"',
-        "sh",
-    ]
+    small = f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"'
+    mount = ["unshare", "-rm", "sh", "-c", small, "sh"]
     if (
         shutil.which("unshare") is None
         or subprocess.run([*mount, "true"], capture_output=True).returncode
@@ -184,11 +168,8 @@ def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed, tmp_path):
         pytest.skip("this machine lets nobody mount a small file system")
     command = [*mount, sys.executable, str(_JOB), str(tmp_path / "out"), "full", "4096"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert result["told"].endswith(
-        "the disk is full while writing "
-        + str(tmp_path / "out")
-        + "; free some space and run the same command: it resumes"
-    )
+    told = f"the disk is full while writing {tmp_path / 'out'}; free some space and run the same"
+    assert told in result["told"]
     assert result["left"] == ["filler", "out.partial"]
     assert result["files"] == {
         name: hashlib.sha256(content).hexdigest() for name, content in _bytes(undisturbed).items()
@@ -230,20 +211,81 @@ def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with refused(r"cannot write .*file/out: Not a directory"):
-        _writer(tmp_path / "file" / "out")
+_STATE = ".quantkit"
 
 
-def test_finishing_too_early_is_a_bug(tmp_path):
-    with _writer(tmp_path / "out") as writer:
-        writer.write("unit 0", write_job.unit(0))
-        with pytest.raises(AssertionError, match="never written"):
-            writer.finish({}, {})
-    assert not (tmp_path / "out").exists()
+def _made(path, content, state):
+    path.mkdir()
+    (path / "config.json").write_text(content)
+    files = {"config.json": {"size": len(content)}}
+    (path / "manifest.json").write_text(json.dumps({"run": {}, "files": files}))
+    if state:
+        (path / _STATE).mkdir()
+        (path / _STATE / "journal-00000.jsonl").write_text("{}\n")
+    return path
 
 
-def test_a_tensor_that_is_not_as_planned_is_a_bug(tmp_path):
-    with _writer(tmp_path / "out") as writer, pytest.raises(AssertionError, match="planned"):
-        writer.write("unit 0", {name: tensor.float() for name, tensor in write_job.unit(0).items()})
+def _names(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("old", [True, False])
+def test_the_new_takes_the_place_of_the_old(exchange, old, tmp_path, monkeypatch):
+    partial = _made(tmp_path / "out.partial", "new", state=True)
+    if old:
+        _made(tmp_path / "out", "old", state=False)
+    if not exchange:  # a file system that cannot
+        monkeypatch.setattr(output_dir, "_exchange", lambda first, second: False)
+    output_dir.replace_directory(partial, tmp_path / "out", _STATE)
+    assert _names(tmp_path) == ["out"]
+    assert _names(tmp_path / "out") == ["config.json", "manifest.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_exchange_is_one_step_here(tmp_path):
+    """Names are swapped, both directories whole: what the kernel does, not two renames."""
+    first = _made(tmp_path / "a", "first", state=False)
+    second = _made(tmp_path / "b", "second", state=False)
+    if not output_dir._exchange(first, second):
+        pytest.skip("this file system cannot exchange two names")
+    assert ((first / "config.json").read_text(), (second / "config.json").read_text()) == (
+        "second",
+        "first",
+    )
+
+
+def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path):
+    out = _made(tmp_path / "out", "new", state=True)
+    (out / _STATE / "exchanging").touch()
+    partial = _made(tmp_path / "out.partial", "old", state=False)
+    output_dir.remove_leftovers(partial, out, _STATE)
+    assert _names(tmp_path) == ["out"]
+    assert _names(out) == ["config.json", "manifest.json"]
+
+
+def test_killed_before_the_exchange_nothing_is_touched(tmp_path):
+    out = _made(tmp_path / "out", "old", state=False)
+    partial = _made(tmp_path / "out.partial", "new", state=True)
+    (partial / _STATE / "exchanging").touch()
+    output_dir.remove_leftovers(partial, out, _STATE)
+    assert _names(tmp_path) == ["out", "out.partial"]
+    assert _names(partial) == [_STATE, "config.json", "manifest.json"]
+
+
+def test_what_quantkit_did_not_write_stays(tmp_path):
+    """Put there while the new one was made: told before anything changes; and put there while the
+    old one was removed."""
+    partial = _made(tmp_path / "out.partial", "new", state=True)
+    out = _made(tmp_path / "out", "old", state=False)
+    (out / "letters").write_text("dear")
+    with refused("out holds letters, which quantkit did not write"):
+        output_dir.replace_directory(partial, out, _STATE)
+    assert (out / "config.json").read_text() == "old"
+    output_dir._exchange(partial, out)
+    (out / _STATE / "exchanging").touch()
+    for _ in range(2):  # the next start tells the same
+        with refused(r"out\.partial, which was replaced, holds letters"):
+            output_dir.remove_leftovers(partial, out, _STATE)
+    assert _names(partial) == ["letters", "manifest.json"]
+    assert (out / "config.json").read_text() == "new"

@@ -24,7 +24,7 @@ from quantkit.checkpoint.formats import (
 )
 from quantkit.grids.base import dequantize
 from quantkit.grids.e2m1 import E2M1_VALUES
-from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import INPUT_HEADROOM, Nvfp4Grid, Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import fake_quantize_nvfp4
 
@@ -51,26 +51,34 @@ def _scheme(format, grid):
     return scheme
 
 
+def packed(format, grid):
+    """A weight, and its tensors."""
+    w = torch.randn(16, 128, generator=torch.Generator().manual_seed(3))
+    weight = make_quantized.quantize(format, grid, w)
+    return weight, format.pack("m", weight)
+
+
+def theirs(format, grid, tensors):
+    """What the library makes of them. A product of scales in float32 is exact to compare; stored as
+    bfloat16, their product is rounded to bfloat16."""
+    local = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
+    if isinstance(grid, IntGrid) and format.variant == "pack-quantized":
+        local["weight_scale"] = local["weight_scale"].float()
+    compressor = BaseCompressor.get_value_from_registry(format.variant)
+    return compressor.decompress(local, _scheme(format, grid))["weight"]
+
+
 @every_case
 def test_their_code_unpacks_ours(format, grid, example):
-    weight = make_quantized.quantize(
-        format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(3))
-    )
-    local = {name.removeprefix("m."): tensor for name, tensor in format.pack("m", weight).items()}
-    if isinstance(weight, IntWeight) and weight.bits == 4:
-        # In float32 the product is exact to compare; stored as bfloat16, their product is rounded
-        # to bfloat16.
-        local["weight_scale"] = local["weight_scale"].float()
-    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(
-        local, _scheme(format, grid)
-    )["weight"]
+    weight, tensors = packed(format, grid)
+    found = theirs(format, grid, tensors)
     if isinstance(weight, Nvfp4Weight):
         # Their decompression divides by the stored divisor in bfloat16; the codes and scales below
         # it are ours.
-        assert torch.equal(theirs, _their_fp4_arithmetic(local))
-        torch.testing.assert_close(theirs.float(), dequantize(weight), rtol=2**-7, atol=0)
+        assert torch.equal(found, _their_fp4_arithmetic(tensors))
+        torch.testing.assert_close(found.float(), dequantize(weight), rtol=2**-7, atol=0)
     else:
-        assert torch.equal(theirs.float(), dequantize(weight))
+        assert torch.equal(found.float(), dequantize(weight))
 
 
 @pytest.mark.parametrize(
@@ -81,37 +89,20 @@ def test_their_code_unpacks_ours(format, grid, example):
 def test_int8_words_are_those_of_w8a16(grid):
     """Weight-only int8, four codes to a word: what llm-compressor's W8A16 writes."""
     format = compressed_int4.INT8_WORDS
-    weight = make_quantized.quantize(
-        format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(4))
-    )
-    tensors = format.pack("m", weight)
-    local = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
-    local["weight_scale"] = local["weight_scale"].float()
-    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(
-        local, _scheme(format, grid)
-    )["weight"]
-    assert torch.equal(theirs.float(), dequantize(weight))
+    weight, tensors = packed(format, grid)
+    assert torch.equal(theirs(format, grid, tensors).float(), dequantize(weight))
     assert torch.equal(dequantize(format.unpack("m", tensors)), dequantize(weight))
     config, _ = make_quantized.description(format, grid)
     assert detect_format(Path("x"), config, {}) is format
 
 
-def _their_fp4_arithmetic(local):
-    weight = compressed_fp4.FORMAT.unpack(
-        "m", {f"m.{name}": tensor for name, tensor in local.items()}
-    )
-    assert isinstance(weight, Nvfp4Weight)
-    unit = Nvfp4Weight(
-        weight.codes,
-        torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn),
-        torch.tensor(1.0),
-    )
-    step = local["weight_scale"].to(torch.bfloat16) / local["weight_global_scale"]
-    return (
-        (dequantize(unit, torch.bfloat16).unflatten(1, (-1, 16)) * step.unsqueeze(-1))
-        .flatten(1)
-        .to(torch.bfloat16)
-    )
+def _their_fp4_arithmetic(tensors):
+    weight = compressed_fp4.FORMAT.unpack("m", tensors)
+    ones = torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn)
+    unit = Nvfp4Weight(weight.codes, ones, torch.tensor(1.0))
+    step = tensors["m.weight_scale"].bfloat16() / tensors["m.weight_global_scale"]
+    codes = dequantize(unit, torch.bfloat16).unflatten(1, (-1, 16))
+    return (codes * step.unsqueeze(-1)).flatten(1).bfloat16()
 
 
 @every_case

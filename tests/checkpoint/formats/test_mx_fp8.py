@@ -3,25 +3,20 @@ definition elsewhere."""
 
 import json
 
+import make_quantized
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-from make_model import random_tensors, tiny_config
-from packed_model import write_packed
 from refused import refused
-from safetensors.torch import save_file
 
 from quantkit.checkpoint.formats import compressed_mxfp4, fp8
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.weights.load import load_model
 from quantkit.grids.base import dequantize, round_to_nearest
 from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid
 from quantkit.grids.mxfp4 import Mxfp4Grid
-from quantkit.models.context import CausalContext
-from quantkit.quantization.convert import convert
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -56,19 +51,9 @@ def scale_of(w, scheme):
 
 
 def stored(path, tensors, block, side=None):
-    path.mkdir()
-    save_file(
-        {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()},
-        path / "model.safetensors",
-    )
-    (path / "config.json").write_text(
-        json.dumps(
-            {"model_type": "nobody", "quantization_config": block} if block else {"model_type": "n"}
-        )
-    )
-    if side is not None:
-        (path / "hf_quant_config.json").write_text(json.dumps(side))
-    return Checkpoint.open(path)
+    named = {f"{MODULE}.{name}": tensor for name, tensor in tensors.items()}
+    beside = side and {"hf_quant_config.json": side}
+    return Checkpoint.open(make_quantized.write_stored(path / "c", named, block, beside))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +69,7 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path, case):
         "config_groups": {"group_0": group},
         "ignore": [],
     }
-    checkpoint = stored(tmp_path / "c", packed, block)
+    checkpoint = stored(tmp_path, packed, block)
     assert checkpoint.shape(MODULE) == (ROWS, COLUMNS)
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), expected)
     part, first = checkpoint.weight_slice(MODULE, "N", 40, 120)
@@ -121,92 +106,39 @@ def test_what_is_rounded_is_what_compressed_tensors_reads(case, format, grid, mo
         assert written[part] == said, "as llm-compressor describes it"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float8_e8m0fnu, "F8_E8M0")],
-)
-def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path, dtype, name):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path, dtype):
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
-    power = torch.randint(-9, 3, (2, 3)).float()
+    scale = torch.randint(-9, 3, (2, 3)).float().exp2()
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    checkpoint = stored(
-        tmp_path / "c", {"weight": codes, "weight_scale_inv": power.exp2().to(dtype)}, block
-    )
-    full = power.exp2().repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :COLUMNS]
+    parts = {"weight": codes, "weight_scale_inv": scale.to(dtype)}
+    checkpoint = stored(tmp_path, parts, block)
+    full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :COLUMNS]
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"])
 def test_modelopt_fp8(tmp_path, algorithm):
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
-    exponent = torch.randint(110, 130, (ROWS, COLUMNS // 32), dtype=torch.uint8)
-    scale = {
-        "FP8": torch.tensor(0.03),
-        "FP8_PER_CHANNEL_PER_TOKEN": torch.rand(ROWS) + 0.1,
-        "MXFP8": exponent,
-    }[algorithm]
-    side = {
-        "producer": {"name": "modelopt"},
-        "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]},
-    }
-    tensors = {"weight": codes, "weight_scale": scale} | (
-        {"input_scale": torch.tensor(1.0)} if algorithm == "FP8" else {}
-    )
-    checkpoint = stored(tmp_path / "c", tensors, {}, side)
-    powers = (exponent.float() - 127).exp2().repeat_interleave(32, 1)
-    full = powers if algorithm == "MXFP8" else scale[:, None] if scale.dim() else scale
+    if algorithm == "MXFP8":
+        scale = torch.randint(110, 130, (ROWS, COLUMNS // 32), dtype=torch.uint8)
+        full = (scale.float() - 127).exp2().repeat_interleave(32, 1)
+    else:
+        scale = torch.tensor(0.03) if algorithm == "FP8" else torch.rand(ROWS) + 0.1
+        full = scale.view(-1, 1)
+    said = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+    parts = {"weight": codes, "weight_scale": scale}
+    parts |= {"input_scale": torch.tensor(1.0)} if algorithm == "FP8" else {}
+    side = {"producer": {"name": "modelopt"}, "quantization": said}
+    checkpoint = stored(tmp_path, parts, None, side)
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
 
 
 def test_fp8_that_is_not_read_is_refused_by_name(tmp_path):
-    tensors = {
-        "weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn),
-        "weight_scale": torch.ones(ROWS, 5),
-    }
-    args = {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "group",
-        "group_size": 64,
-        "symmetric": True,
-        "dynamic": False,
-    }
-    block = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"g": {"weights": args}},
-    }
-    with refused("float-quantized"):
-        stored(tmp_path / "group", tensors, block)
-    with refused("weight_scale"):
-        stored(tmp_path / "wrong", tensors, {"quant_method": "fp8"})
-
-
-def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path):
-    """And its logits are those of its own dequantized weights; gate and up share a global scale."""
-    config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)
-    source = write_packed(
-        tmp_path / "mxfp4", config, random_tensors(config), compressed_mxfp4.FORMAT, Mxfp4Grid()
-    )
-    report = convert(source, tmp_path / "nvfp4", format="modelopt")
-    assert report.exact
-    convert(source, tmp_path / "plain", dtype="float32")
-    mxfp4, nvfp4 = Checkpoint.open(source), Checkpoint.open(tmp_path / "nvfp4")
-    assert set(mxfp4.linears) == set(nvfp4.linears)
-    for module in mxfp4.linears:
-        assert torch.equal(dequantize(nvfp4.weight(module)), dequantize(mxfp4.weight(module))), (
-            module
-        )
-    gate, up = (
-        nvfp4.read(f"model.layers.1.mlp.experts.0.{side}_proj.weight_scale_2")
-        for side in ("gate", "up")
-    )
-    assert torch.equal(gate, up)
-    expected, *others = (_logits(path) for path in (tmp_path / "plain", source, tmp_path / "nvfp4"))
-    assert all((logits - expected).abs().max() < 1e-4 * expected.abs().max() for logits in others)
-
-
-def _logits(path):
-    loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
-    with torch.inference_mode():
-        return loaded.model.logits(loaded.model(torch.arange(3, 27), CausalContext([24])))
+    codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    args = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}
+    block = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    block["config_groups"] = {"g": {"weights": args}}
+    for described, said in ((block, "float-quantized"), ({"quant_method": "fp8"}, "weight_scale")):
+        with refused(said):
+            stored(tmp_path, {"weight": codes, "weight_scale": torch.ones(ROWS, 5)}, described)
