@@ -2,14 +2,10 @@
 structure, and help answers without heavy packages."""
 
 import ast
-import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import get_args
-
-import pytest
 
 from quantkit.models.table import Block, Projection, Role
 
@@ -118,37 +114,25 @@ def circle(sources):
     )
 
 
+CIRCLE = {
+    "p/__init__.py": "",
+    "p/a.py": "from p import b",
+    "p/b.py": "import p.c",
+    "p/c.py": "def f():\n    from p.a import x",
+}
+TYPED = {
+    "p/a.py": "from p.b import x",
+    "p/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import p.a",
+}
+
+
 def test_imports_run_one_way_and_in_no_circle():
     rooms = {path.split("/")[1].removesuffix(".py") for path in SOURCES if path[8] == "/"}
     assert rooms - {"__init__", "__main__"} <= set().union(*LEVELS), "give it a place in LEVELS"
     wrong = {path: found for path, source in SOURCES.items() if (found := upward(path, source))}
     assert not wrong
     assert not circle(SOURCES)
-
-
-@pytest.mark.parametrize(
-    ("sources", "expected"),
-    [
-        (
-            {
-                "p/__init__.py": "",
-                "p/a.py": "from p import b",
-                "p/b.py": "import p.c",
-                "p/c.py": "def f():\n    from p.a import x",
-            },
-            ["p.a", "p.b", "p.c", "p.a"],
-        ),
-        (
-            {
-                "p/a.py": "from p.b import x",
-                "p/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import p.a",
-            },
-            [],
-        ),
-    ],
-)
-def test_circles_and_upward_imports_are_found(sources, expected):
-    assert circle(sources) == expected
+    assert (circle(CIRCLE), circle(TYPED)) == (["p.a", "p.b", "p.c", "p.a"], [])
     assert upward("quantkit/grids/a.py", "from quantkit.cli import app") == ["quantkit.cli.app"]
     assert upward("quantkit/executor/cache/a.py", "import quantkit.executor.engine")
     assert upward("quantkit_kernels/a.py", "import quantkit.grids")
@@ -298,18 +282,6 @@ def test_names_and_configs_are_not_looked_into_outside_models():
     )
     assert pieces_of_names(tree) == {".experts.", "_proj"}
     assert questions_to_configs(tree) == ["getattr(config, 'kv_heads', 0)"]
-
-
-def test_a_remedy_installs_what_quantkit_depends_on():
-    """By the library's own name: quantkit on the index is another project."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    known = {re.split(r"[<>=\[]", one)[0] for one in settings["dependencies"]} | {
-        "triton",
-        "torch_npu",
-    }
-    for path, source in SOURCES.items():
-        for words in re.findall(r"pip install ((?:-+\w+ )?[\w-]+(?: [\w-]+)*)", source):
-            assert known & set(words.split()), f"{path}: pip install {words}"
 
 
 def test_help_imports_nothing_heavy():

@@ -134,13 +134,8 @@ def test_the_dockerfile_is_of_files_that_are_there():
 def built(tmp_path_factory):
     """The sdist, and the wheel, by the end of their names."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=True)
     return {path.suffix: path for path in folder.iterdir()}
 
 
@@ -169,18 +164,12 @@ class Fresh:
             name: value for name, value in os.environ.items() if name != "PYTHONPATH"
         }
         venv.create(folder, with_pip=False)
-        self.site = Path(
-            self.run(
-                "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
-            ).strip()
-        )
-        (self.site / "beside.pth").write_text(
-            sysconfig.get_path("purelib")
-        )  # a plain path: .pth files in it are not read
-        install = (
-            "-m pip install --quiet --ignore-installed --no-deps --no-build-isolation --no-index"
-        )
-        self.run("python", *install.split(), str(package))
+        where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.site = Path(self.run("python", "-c", where).strip())
+        # A plain path: .pth files in it are not read.
+        (self.site / "beside.pth").write_text(sysconfig.get_path("purelib"))
+        install = "-m pip install --quiet --ignore-installed --no-deps --no-build-isolation"
+        self.run("python", *install.split(), "--no-index", str(package))
 
     def run(self, program, *arguments):
         """What a program of the environment prints."""

@@ -74,22 +74,6 @@ def test_logits_equal_transformers(peer, loaded, held_out):
     assert (ours - expected).abs().max() < 1e-3
 
 
-def test_greedy_answer_of_transformers_is_right(peer, tokenizer):
-    row = json.loads((ROOT / "eval/data/tiny-math.jsonl").read_text().splitlines()[7])
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": row["problem"]}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-    )
-    prompt = prompt["input_ids"]
-    answer = peer.generate(
-        prompt, max_new_tokens=120, do_sample=False, eos_token_id=1, pad_token_id=2
-    )[0, prompt.shape[1] :]
-    text = tokenizer.decode(answer)
-    assert f"\\boxed{{{row['answer']}}}" in text.split("</think>")[1]
-    assert answer[-1] == tokenizer.eos_token_id
-
-
 def test_mtp_layer_guesses_the_token_after_next(loaded, held_out):
     """In the response nearly every guess is right: the reasoning follows from the question."""
     right = total = 0
@@ -105,24 +89,3 @@ def test_mtp_layer_guesses_the_token_after_next(loaded, held_out):
         right += int((guesses[start:-2] == tokens[start + 2 :]).sum())
         total += len(ids) - start - 2
     assert right / total > 0.97
-
-
-def test_tokenizer_opens_the_thought_and_drops_old_ones(tokenizer):
-    chat = [
-        {"role": "user", "content": "Which number comes out?"},
-        {"role": "assistant", "content": "1 + 1 = 2.\n</think>\n\nThe machine gives \\boxed{2}."},
-        {"role": "user", "content": "How many pears?"},
-    ]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<｜begin▁of▁sentence｜><｜User｜>Which number comes out?<｜Assistant｜>\n\nThe machine gives "
-        "\\boxed{2}.<｜end▁of▁sentence｜>"
-        "<｜User｜>How many pears?<｜Assistant｜><think>\n"
-    )
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert tokenizer.decode(ids) == text
-    assert (ids[0], tokenizer.eos_token_id) == (tokenizer.bos_token_id, 1)
-    assert tokenizer.decode(tokenizer("Zürich ≠ 7\t!").input_ids) == "Zürich ≠ 7\t!", (
-        "what is no known word is spelled in bytes"
-    )
-    assert tokenizer.decode(ids, skip_special_tokens=True).count("<think>") == 1

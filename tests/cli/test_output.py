@@ -1,23 +1,22 @@
 """What commands say: values as they are, errors as one line or one object, and what is kept when
 they are stopped."""
 
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
 import make_model
 import numpy as np
 import pytest
-from commands import command
+from commands import command, typed
+from edited import edited
 from replay_server import ReplayServer, Reply
 
-from quantkit import __version__, cli
+from quantkit import cli
 from quantkit.checkpoint.journal import Lock
 from quantkit.checkpoint.output_dir import partial_path
 from quantkit.checkpoint.reader import Checkpoint
@@ -28,15 +27,15 @@ from quantkit.quantization import conversion_plan as convert_module
 MARKUP = "m[bold][/INST][x] [/]"
 HOSTILE = f"{MARKUP}\x1b[31m\x07\u202e\x9b2J"
 SEEN = MARKUP + r"\x1b[31m\x07\u202e\x9b2J"
+ONE_LAYER = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A model whose folder's name is markup and control characters."""
-    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     folder = tmp_path_factory.mktemp("models") / HOSTILE.replace("/", "_")
-    return make_model.write_dense(folder, config, make_model.random_tensors(config))
+    return make_model.random_dense(folder, **ONE_LAYER)
 
 
 @pytest.fixture
@@ -47,12 +46,7 @@ def here(tmp_path, monkeypatch):
 
 
 def as_seen(name):
-    return (
-        name.replace("\x1b", r"\x1b")
-        .replace("\x07", r"\x07")
-        .replace("\u202e", r"\u202e")
-        .replace("\x9b", r"\x9b")
-    )
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name)
 
 
 LINES = """
@@ -89,22 +83,18 @@ def test_values_are_printed_as_they_are(hostile, here, name):
 @pytest.mark.parametrize("name", [*COMMANDS, "serve"])
 def test_errors_name_things_as_they_are(here, name):
     """One line; with --json one object, too, and the same exit code."""
-    arguments = [
-        HOSTILE if part == "MODEL" else part for part in COMMANDS.get(name, ["serve", "MODEL"])
-    ]
-    if name == "kernels":
-        arguments = ["kernels", "--device", HOSTILE]
+    line = COMMANDS.get(name, ["serve", "MODEL"])
+    arguments = [HOSTILE if part in ("MODEL", "cpu") else part for part in line]
     said = command(*arguments)
     code = 2 if name == "kernels" else 1  # a name that --device does not know is wrong usage
     assert (said.code, said.errors, said.out) == (code, 1, ""), said
     assert SEEN in said.error
-    if name == "serve":
-        return
-    said = command(*arguments, "--json")
-    assert said.code == code
-    assert set(said.json["error"]) == {"message", "remedy"}
-    assert SEEN in said.json["error"]["message"]
-    assert said.json["error"]["remedy"]
+    if name != "serve":
+        said = command(*arguments, "--json")
+        assert said.code == code
+        assert set(said.json["error"]) == {"message", "remedy"}
+        assert SEEN in said.json["error"]["message"]
+        assert said.json["error"]["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -124,32 +114,17 @@ def test_bad_usage(arguments):
     assert command(*arguments, "--json").json["error"]["message"]
 
 
+@pytest.mark.parametrize("status", [200, 400])
 @pytest.mark.parametrize("task", ["eval", "bench"])
-def test_a_servers_texts(here, task):
+def test_a_servers_texts(here, task, status):
     """Its name, its answers and its errors."""
-    arguments = COMMANDS[task][2:]
-    with ReplayServer(lambda question, body: Reply(HOSTILE), models=(HOSTILE,)) as server:
-        said = command(task, server.url, *arguments)
-    assert said.code == 0, said
-    assert MARKUP in said.out or task == "bench"
+    answer = Reply(HOSTILE, status=status)
+    with ReplayServer(lambda question, body: answer, models=(HOSTILE,)) as server:
+        said = command(task, server.url, *COMMANDS[task][2:])
     assert not UNSEEN.search(said.out + said.err)
-    shutil.rmtree(here / "e[v1][", ignore_errors=True)
-    with ReplayServer(
-        lambda question, body: Reply(HOSTILE, status=400), models=(HOSTILE,)
-    ) as server:
-        said = command(task, server.url, *arguments)
-    assert not UNSEEN.search(said.out + said.err)
-
-
-def test_every_value_that_json_has_not_is_null(here, capsys):
-    from quantkit.cli.console import print_json
-
-    print_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}})
-    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
-
-
-def test_version():
-    assert command("--version").out == f"quantkit {__version__}\n"
+    if status == 200:
+        assert said.code == 0, said
+        assert MARKUP in said.out or task == "bench"
 
 
 @pytest.mark.parametrize("debug", [(), ("--debug",)])
@@ -163,20 +138,17 @@ def test_what_libraries_warn_of_is_for_debug(debug, monkeypatch):
     assert ("overflow" in command(*debug).err) == bool(debug)
 
 
-def test_tables_are_whole_where_nobody_looks(tmp_path):
+def test_tables_are_whole_where_nobody_looks(source):
     """A long name is folded, not cut, and who closes a pipe early gets no traceback."""
-    name = tmp_path / ("long " * 40).strip()
-    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
-    make_model.write_dense(name, config, make_model.random_tensors(config))
+    name = source.rename(source.with_name(("long " * 40).strip()))
     quantkit = [sys.executable, "-m", "quantkit"]
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     convert = [*quantkit, "convert", str(name), str(name.with_suffix(".new")), "--dtype", "fp32"]
     done = subprocess.run(convert, env=environment, capture_output=True, text=True, check=True)
     letters = re.sub(r"[^a-z]", "", done.stdout)  # a fold may split a word
     assert letters.count("long") == str(name).count("long")
-    with subprocess.Popen(
-        [*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    inspect, pipe = [*quantkit, "inspect", str(name)], subprocess.PIPE
+    with subprocess.Popen(inspect, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
 
@@ -187,8 +159,7 @@ def test_tables_are_whole_where_nobody_looks(tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
-    return make_model.write_dense(tmp_path / "model", config, make_model.random_tensors(config))
+    return make_model.random_dense(tmp_path / "model", **ONE_LAYER)
 
 
 JOBS = {
@@ -274,33 +245,16 @@ def test_a_stopped_evaluation_says_how_to_go_on(here, monkeypatch):
         )  # one asks whether it is still the same model
 
 
-def test_stopped_before_anything_is_there(source, here, monkeypatch):
-    stop_after(monkeypatch, CheckpointWriter, "check_source", 1, signal.SIGINT)
-    said = command(*JOBS["quantize"], "--json")
-    assert said.code == 130
-    assert said.json["error"]["message"].startswith("interrupted: no unit is done")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "typed",
-    [
-        ("serve", "tiny-r1", "--port", "PORT"),
-        ("run", "tiny-r1", "--prompt", "1"),
-        ("ppl", "tiny-r1", "--text", __file__),
-        ("bench", "tiny-r1"),
-    ],
+    "line", ["serve tiny-r1 --port 18437", "run tiny-r1 --prompt 1", "ppl tiny-r1 --text FILE"]
 )
-def test_stopped_while_a_model_loads(typed, number, monkeypatch):
+def test_stopped_while_a_model_loads(line, number, monkeypatch):
     stop_after(monkeypatch, Checkpoint, "open", 1, number)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    said = command(*(port if one == "PORT" else one for one in typed))
+    said = command(*line.replace("FILE", __file__).split())
     assert said.code == 128 + number
-    assert (
-        said.err.splitlines()[-1]
-        == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[signal.Signals(number)]
-    )
+    told = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    assert said.err.splitlines()[-1] == told[number]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -311,19 +265,13 @@ def test_stopped_while_a_model_loads(typed, number, monkeypatch):
 @pytest.mark.parametrize("name", JOBS)
 def test_the_second_process_stops_at_once(source, here, name):
     """With the same settings, with others and with --overwrite."""
-    out = here / "an out"
+    out, others = here / "an out", ["--format", "compressed-tensors"]
     with CheckpointWriter(out, [], fingerprint={}, overwrite=False):
-        for more in (
-            [],
-            ["--overwrite"],
-            ["--format", "compressed-tensors"] if name == "quantize" else [],
-        ):
+        for more in ([], ["--overwrite"], others if name == "quantize" else []):
             said = command(*JOBS[name], *more)
             assert (said.code, said.errors) == (1, 1)
-            assert re.search(
-                rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it",
-                said.error,
-            )
+            told = rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it"
+            assert re.search(told, said.error)
     shutil.rmtree(partial_path(out))
     assert command(*JOBS[name]).code == 0
 
@@ -348,22 +296,61 @@ def test_the_second_evaluation_stops_at_once(here):
 def test_advice_works_for_the_command_that_gives_it(source, here):
     """An unknown architecture can be rounded to nearest, and that can be planned, and nothing
     else."""
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    quantize = [
-        "quantize",
-        "model",
-        "--scheme",
-        "awq-w4a16",
-        "--out",
-        "o",
-        "--calibration",
-        "text.txt",
-    ]
-    plan = ["plan", "model", "--scheme", "awq-w4a16"]
-    assert "use --scheme rtn-w4a16" in command(*quantize).error == command(*plan).error
-    assert command(*plan[:-1], "rtn-w4a16").code == 0
-    for arguments in (["run", "--prompt", "a"], ["ppl", "--text", "text.txt"], ["serve"]):
-        said = command(arguments[0], "model", *arguments[1:])
+    with edited(source / "config.json") as config:
+        config["model_type"] = "mamba"
+    asked = "model --scheme awq-w4a16"
+    refused = typed(f"quantize {asked} --out o --calibration text.txt").error
+    assert "use --scheme rtn-w4a16" in refused == typed(f"plan {asked}").error
+    assert typed("plan model --scheme rtn-w4a16").code == 0
+    for line in ("run model --prompt a", "ppl model --text text.txt", "serve model"):
+        said = typed(line)
         assert (said.code, said.errors) == (1, 1)
         assert "rtn" not in said.error
+
+
+def test_a_table_that_is_not_a_terminals_has_100_columns():
+    words = " ".join(["word"] * 60)
+    code = f"from quantkit.cli.console import facts; facts('title', [('name', '{words}')])"
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.count("word") == 60, done.stderr
+    assert max(map(len, done.stdout.splitlines())) == 100
+
+
+def _shell(line, folder):
+    python = f"{sys.executable} -m quantkit"
+    return subprocess.run(
+        ["bash", "-c", line.replace("quantkit", python, 1)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("quantkit --version >&-", 0, ""),
+        ("quantkit --version <&- >&- 2>&-", 0, ""),
+        ("quantkit --version > /dev/full", 1, "error: the output: No space left on device"),
+        (
+            "quantkit compare nowhere nothing --json > /dev/full",
+            1,
+            "error: nowhere holds no results",
+        ),
+        (
+            "mkdir gone; cd gone; rmdir ../gone; quantkit plan tiny-r1 --scheme rtn-w4a16",
+            1,
+            "error: the working folder was removed",
+        ),
+        ("quantkit serve tiny-r1 --port 99999", 2, "error: Invalid value for '--port'"),
+    ],
+)
+def test_streams_and_folders_that_are_not_there(line, code, said, tmp_path):
+    ended = _shell(line, tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.startswith(said)
+    assert len(ended.stderr.splitlines()) <= 1

@@ -5,7 +5,6 @@ the other: `--option value` in place of the one given, `no --option` without it,
 or the same one typed otherwise instead, and then perhaps another. A value in <> is the reader's choice; names in capitals are
 files, folders and ports."""
 
-import json
 import re
 import shlex
 import socket
@@ -16,6 +15,8 @@ import tiny_models
 import uvicorn
 import yaml
 from commands import command
+from commands import typed as typed_in_a_shell
+from edited import edited
 from safetensors.torch import load_file, save_file
 from small_recipe import SMALL
 
@@ -109,39 +110,32 @@ def write_llama(path):
 def folders(tmp_path_factory):
     """What the names in capitals stand for."""
     folder = tmp_path_factory.mktemp("remedies")
-    config = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
     made = {
         **{name: write_llama(folder / name.lower()) for name in ("LLAMA", "BARE", "ODD")},
-        "MIX": make_model.write_dense(folder / "mix", config, make_model.random_tensors(config)),
-        **{
-            name: folder / name.lower()
-            for name in ("YOURS", "QUANT", "DONE", "RUN", "MIXQ", "COUNTS")
-        },
-        "TEXT": folder / "text.txt",
-        "SMALL": folder / "small.yaml",
+        "MIX": make_model.random_dense(folder / "mix", num_hidden_layers=2, **make_model.NARROW),
     }
-    settings = made["BARE"] / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    for name in ("YOURS", "QUANT", "DONE", "RUN", "MIXQ", "COUNTS"):
+        made[name] = folder / name.lower()
+    made |= {"TEXT": folder / "text.txt", "SMALL": folder / "small.yaml"}
+    with edited(made["BARE"] / "tokenizer_config.json") as settings:
+        settings["chat_template"] = None
     odd = next(made["ODD"].glob("*.safetensors"))
     (made["ODD"] / "model.safetensors.index.json").unlink()
     tensors = {name.replace("up_proj", "w3"): one for name, one in load_file(odd).items()}
     save_file(tensors, made["ODD"] / "model.safetensors")
     odd.unlink()
     made["TEXT"].write_text("one who asks is told what many have found\n\n" * 200)
-    made["SMALL"].write_text(
-        yaml.safe_dump(
-            {**SMALL, "scheme": "awq-w4a16", "methods": ["gptq"], "calibration": str(made["TEXT"])}
-        )
-    )
+    recipe = {"scheme": "awq-w4a16", "methods": ["gptq"], "calibration": str(made["TEXT"])}
+    made["SMALL"].write_text(yaml.safe_dump(SMALL | recipe))
     made["YOURS"].mkdir()
     (made["YOURS"] / "notes").write_text("mine")
     for source, name in (("LLAMA", "QUANT"), ("LLAMA", "DONE"), ("MIX", "MIXQ")):
-        given = (str(made[source]), "--scheme", "rtn-w4a16", "--out", str(made[name]))
-        assert not command("quantize", *given).code
-    counted = ("--text", str(made["TEXT"]), "--limit", "1", "--count-experts", str(made["COUNTS"]))
-    assert not command("ppl", "tiny-r1", "--seq-len", "64", *counted).code
-    run = ("--tasks", "tiny-math", "--limit", "2", "--max-tokens", "4", "--out", str(made["RUN"]))
-    assert not command("eval", "tiny-r1", *run).code
+        given = f"{made[source]} --scheme rtn-w4a16 --out {made[name]}"
+        assert not typed_in_a_shell(f"quantize {given}").code
+    counted = f"--text {made['TEXT']} --limit 1 --count-experts {made['COUNTS']}"
+    assert not typed_in_a_shell(f"ppl tiny-r1 --seq-len 64 {counted}").code
+    run = f"--tasks tiny-math --limit 2 --max-tokens 4 --out {made['RUN']}"
+    assert not typed_in_a_shell(f"eval tiny-r1 {run}").code
     return made
 
 

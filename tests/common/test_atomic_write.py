@@ -49,27 +49,21 @@ def test_a_file_that_could_not_be_written_is_reported_before(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+MODEL, ROWS = "checkpoint.hub.builtin_model", "evaluation.tasks.needle.needle_rows"
+
+
 @pytest.mark.parametrize(
-    ("work", "arguments"),
+    ("work", "line"),
     [
-        ("quantkit.checkpoint.hub.builtin_model", ("check", "tiny-r1", "--report")),
-        (
-            "quantkit.checkpoint.hub.builtin_model",
-            ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts"),
-        ),
-        (
-            "quantkit.checkpoint.hub.builtin_model",
-            ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts"),
-        ),
-        (
-            "quantkit.evaluation.tasks.needle.needle_rows",
-            ("needle", "tiny-r1", "--lengths", "512", "--out"),
-        ),
+        (MODEL, "check tiny-r1 --report"),
+        (MODEL, "run tiny-r1 --prompt 1 --count-experts"),
+        (MODEL, "ppl tiny-r1 --text TEXT --count-experts"),
+        (ROWS, "needle tiny-r1 --lengths 512 --out"),
     ],
 )
-def test_commands_refuse_first(tmp_path, work, arguments, monkeypatch):
-    monkeypatch.setattr(work, lambda *_: pytest.fail("work began"))
-    answer = command(*arguments, str(tmp_path / TOO_LONG))
+def test_commands_refuse_first(tmp_path, work, line, monkeypatch):
+    monkeypatch.setattr(f"quantkit.{work}", lambda *_: pytest.fail("work began"))
+    answer = command(*line.split(), str(tmp_path / TOO_LONG))
     assert (answer.code, answer.out) == (1, "")
     assert f"cannot write {tmp_path}" in answer.error
     assert "File name too long" in answer.error

@@ -29,17 +29,6 @@ def taken():
         yield listening.getsockname()[1]
 
 
-def test_connections_are_refused_before_the_server_listens():
-    with bind("127.0.0.1", 0) as (one,):
-        url_address = one.getsockname()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(url_address, timeout=5)
-        one.listen()
-        socket.create_connection(url_address, timeout=5).close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(url_address, timeout=5)
-
-
 @pytest.mark.parametrize(
     ("host", "said"),
     [("203.0.113.7", "Cannot assign requested address"), ("no host", "cannot serve on no host:1")],
@@ -72,12 +61,7 @@ def test_an_unusable_option_is_reported_before_a_model_is_loaded(tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
     for asked, said, code in (
         ("--tool-parser x", "there is no tool parser 'x'", 2),
-        ("--chat-template nowhere.jinja", "nowhere.jinja does not exist", 1),
-        (
-            f"--chat-template {tmp_path}/broken.jinja",
-            "is not a template: Expected an expression",
-            1,
-        ),
+        (f"--chat-template {tmp_path}/broken.jinja", "is not a template: Expected", 1),
     ):
         answer = typed(f"serve tiny-r1 {asked}")
         assert answer.code == code
@@ -96,3 +80,14 @@ def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
     with edited(model / "tokenizer_config.json") as settings:
         del settings["chat_template"]
     assert told in typed(asked).err
+
+
+def test_connections_are_refused_before_the_server_listens():
+    with bind("127.0.0.1", 0) as (one,):
+        url_address = one.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(url_address, timeout=5)
+        one.listen()
+        socket.create_connection(url_address, timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(url_address, timeout=5)

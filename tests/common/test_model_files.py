@@ -1,7 +1,6 @@
 """What is opened of a model's folder, and what is not."""
 
 import os
-from pathlib import Path
 
 import pytest
 from refused import refused
@@ -9,7 +8,7 @@ from refused import refused
 from quantkit import QuantkitError
 from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.header import read_header
-from quantkit.common.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
+from quantkit.common.model_files import LARGEST_SETTINGS, open_file, read_json, read_text
 
 
 @pytest.fixture
@@ -46,15 +45,6 @@ def test_links_out_of_the_hub_cache_are_refused(tmp_path):
         read_json(snapshot / "other.json")
 
 
-def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path):
-    model = tmp_path / "snapshots" / "model"
-    model.mkdir(parents=True)
-    (tmp_path / "secret.json").write_text("{}")
-    (model / "config.json").symlink_to("../../secret.json")
-    with refused("outside of the model's folder"):
-        read_json(model / "config.json")
-
-
 def test_pointers_of_git_lfs_are_reported(folder):
     """A clone without Git LFS has them in place of shards and tokenizer.json."""
     for name in ("model.safetensors", "tokenizer.json"):
@@ -71,12 +61,6 @@ def test_pointers_of_git_lfs_are_reported(folder):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_links_inside_the_folder_are_followed(folder):
-    (folder / "a.json").write_text('{"b": 2}')
-    (folder / "config.json").symlink_to("a.json")
-    assert read_json(folder / "config.json") == {"b": 2}
-
-
 @pytest.mark.parametrize("target", ["../secret.json", "/etc/hostname", "../model/../secret.json"])
 def test_a_licence_that_leads_out_is_not_copied(target, folder):
     (folder / "LICENSE").symlink_to(target)
@@ -91,7 +75,6 @@ def test_a_licence_that_leads_out_is_not_copied(target, folder):
     [
         (lambda path: None, "does not exist"),
         (os.mkfifo, "is a pipe, not a file"),
-        (os.mkdir, "is a directory, not a file"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
         (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which does not exist"),
         (
@@ -107,11 +90,6 @@ def test_a_special_file_is_reported_without_blocking(make, fault, folder):
         open_file(folder / "config.json")
 
 
-def test_a_broken_link_is_there():
-    assert not is_there(Path("/nonexistent/\0x"))
-    assert not is_there(Path("/" + "x" * 5000))
-
-
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800"])
 def test_names_that_no_file_has(name, folder):
     with pytest.raises(QuantkitError) as told:
@@ -125,11 +103,9 @@ def test_names_that_no_file_has(name, folder):
         (b"", "is not valid JSON"),
         (b"[1]", "is not a JSON object"),
         (b'{"a": 1, "a": 2}', "a has two values"),
-        (b'{"a": {"b": 1, "b": [2]}}', "b has two values"),
         (b'{"a": "\\ud800"}', "half of a character"),
         (b'{"a": "\xff"}', r"is not UTF-8 text \(byte 7\)"),
         (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
-        (b'{"a":' + b"[" * 150 + b"]" * 150 + b"}", "nested too deep"),
         (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
     ],
 )
@@ -149,3 +125,12 @@ def test_size_is_known_before_a_byte_is_read(folder):
     os.truncate(folder / "config.json", 10**13)
     with refused(rf"has 10000000000000 bytes, and such a file has {LARGEST_SETTINGS} at most"):
         read_text(folder / "config.json")
+
+
+def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path):
+    model = tmp_path / "snapshots" / "model"
+    model.mkdir(parents=True)
+    (tmp_path / "secret.json").write_text("{}")
+    (model / "config.json").symlink_to("../../secret.json")
+    with refused("outside of the model's folder"):
+        read_json(model / "config.json")

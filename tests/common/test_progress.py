@@ -18,11 +18,6 @@ class Clock:
         return self.now
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_the_rest_follows_from_the_pace():
     clock = Clock()
     left = TimeLeft(clock=clock)
@@ -37,7 +32,7 @@ def test_the_rest_follows_from_the_pace():
     assert left.seconds == pytest.approx(35), "and a step that takes long does not end the work"
 
 
-def test_what_was_there_before_took_no_time():
+def test_what_was_there_before_took_no_time_and_what_is_expected_counts_at_first():
     clock = Clock()
     left = TimeLeft(clock=clock)
     clock.now += 1
@@ -45,10 +40,6 @@ def test_what_was_there_before_took_no_time():
     clock.now += 10
     left.at(0.6)
     assert left.seconds == pytest.approx(0.4 / 0.1 * 11, rel=0.01)
-
-
-def test_what_is_expected_counts_at_first():
-    clock = Clock()
     left = TimeLeft(1000, clock)
     assert left.seconds == pytest.approx(1000)
     clock.now += 5
@@ -74,13 +65,6 @@ def test_a_log_gets_a_line_now_and_then():
     assert lines[0] == "working: 5%, 3 min 10 s left, part 5\\x1b[31m"
     assert 5 < len(lines) < 10
     assert lines[-1] == "working: 3 min 20 s"
-
-
-def test_a_terminal_gets_one_line():
-    stream = Terminal()
-    shown(stream, 200, 100)
-    assert stream.getvalue().count("\n") == 1
-    assert stream.getvalue().count("\r") == 101
 
 
 def test_a_notebook_gets_one_output(monkeypatch):

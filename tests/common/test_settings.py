@@ -12,7 +12,7 @@ from sample_sizes import sized
 from quantkit import QuantkitError
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.common.assets import asset
-from quantkit.common.settings import Strict, find_yaml, read_yaml
+from quantkit.common.settings import Strict, read_yaml
 from quantkit.evaluation.tasks.definitions import find_task
 
 CPU_S = 10.0
@@ -62,24 +62,6 @@ def test_faults_in_a_list_or_dict_name_their_place(tmp_path):
     path.write_text("one: {size: 1}\ntwo: {}\n")
     with refused(r"not valid: two\.size: "):
         read_yaml(path, dict[str, Part], "")
-
-
-def test_a_file_is_found_by_its_path_or_its_name(tmp_path):
-    assert find_yaml("awq-w4a16", "recipes") == find_yaml(
-        str(find_yaml("awq-w4a16", "recipes")), "recipes"
-    )
-    assert find_yaml("awq-w4", "recipes") is None
-    assert find_yaml(str(tmp_path / "none.yaml"), "recipes") is None
-    assert find_yaml(str(tmp_path), "recipes") is None
-
-
-@pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
-@pytest.mark.parametrize("name", ["unheard-of", "un.heard", "unheard-of.yaml", 300 * "x"])
-def test_a_missing_file_is_named(read, name):
-    with refused(name) as told:
-        read(name)
-    assert "reinstall" not in told.value.remedy
-    assert told.value.remedy
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))

@@ -7,12 +7,10 @@ import faulty
 import good_checkpoints
 import make_model
 import pytest
-from commands import command
-from packed_model import write_packed
 from refused import refused
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.diagnosis.behaviour import compare_behaviour, read_compared
+from quantkit.diagnosis.behaviour import compare_behaviour
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import Findings
 
@@ -22,11 +20,9 @@ CONFIG = make_model.tiny_config(num_hidden_layers=3)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A source, and int4 of it."""
-    folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
-    source = make_model.write_dense(folder / "source", CONFIG, tensors)
-    return source, write_packed(
-        folder / "ct-int4", CONFIG, tensors, *good_checkpoints.FORMATS["ct-int4"]
-    )
+    folder = tmp_path_factory.mktemp("models")
+    source, made = good_checkpoints.packed(folder, CONFIG, ["ct-int4"])
+    return source, made["ct-int4"]
 
 
 def test_rounding_is_no_finding(models):
@@ -39,15 +35,6 @@ def test_rounding_is_no_finding(models):
     ]
     assert all(0 < error.own < 0.4 for error in found.sublayers)
     assert all(error.chosen is None or error.chosen > 0.95 for error in found.sublayers)
-
-
-def test_a_model_is_itself(models):
-    findings = Findings()
-    errors, kl = compare_behaviour(
-        *(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings
-    )
-    assert (findings.found, kl) == ([], 0)
-    assert {error.own for error in errors} | {error.accumulated for error in errors} == {0}
 
 
 def test_the_sublayer_and_its_linear_are_named(models, tmp_path):
@@ -69,49 +56,24 @@ def test_a_router_that_was_left_unscaled_is_named(models, tmp_path):
     ]
 
 
-def test_a_source_of_other_sizes_is_not_compared(models, tmp_path):
+@pytest.mark.parametrize(
+    "changes", [{"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2}]
+)
+def test_a_source_of_other_sizes_is_not_compared(changes, models, tmp_path):
     """Linears and layers that do not go together: the check ended with an error of torch."""
-    for number, changes in enumerate(
-        ({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})
-    ):
-        config = make_model.tiny_config(**{"num_hidden_layers": 3, **changes})
-        other = make_model.write_dense(
-            tmp_path / f"{number}", config, good_checkpoints.random_weights(config)
-        )
-        with refused(
-            r"is .* in .* and .* in .*: their behaviour is not compared; give the source "
-            r"that it was",
-        ):
-            compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], Findings())
-        assert (
-            diagnose(str(models[1]), source=str(other), depth="behaviour").findings.verdict == "bad"
-        )
-
-
-def test_behaviour_needs_a_source(models):
-    with refused("give --source"):
-        diagnose(str(models[0]), depth="behaviour")
+    config = CONFIG | changes
+    weights = good_checkpoints.random_weights(config)
+    other = make_model.write_dense(tmp_path / "other", config, weights)
+    with refused(r"is .* in .* and .* in .*: their behaviour is not compared; give the source"):
+        compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], Findings())
+    found = diagnose(str(models[1]), source=str(other), depth="behaviour").findings
+    assert found.verdict == "bad"
 
 
 def test_an_unreadable_text_is_reported_first_and_is_not_a_fault_of_the_checkpoint(
     models,
 ):
-    told = []
+    told, asked = [], {"depth": "behaviour", "text": Path("nowhere.txt")}
     with refused(r"text nowhere\.txt cannot be read"):
-        diagnose(
-            str(models[1]),
-            source=str(models[0]),
-            depth="behaviour",
-            text=Path("nowhere.txt"),
-            notify=told.append,
-        )
+        diagnose(str(models[1]), source=str(models[0]), notify=told.append, **asked)
     assert not told
-
-
-def test_a_repair_that_has_no_place_is_refused_first(models, tmp_path):
-    answer = command("check", str(models[1]), "--repair", str(tmp_path))
-    assert (answer.code, answer.out, answer.err) == (
-        1,
-        "",
-        f"error: {tmp_path} exists; choose another --repair\n",
-    )

@@ -8,7 +8,7 @@ import good_checkpoints
 import make_model
 import pytest
 import torch
-from commands import command
+from commands import typed
 from edited import edited
 from output_files import shards_below
 from packed_model import write_packed
@@ -75,11 +75,17 @@ FROM_SOURCE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
-    made = {"source": make_model.write_dense(folder / "source", CONFIG, tensors)}
-    for name in sorted({name for _, name in (*CURED, *FROM_SOURCE)}):
-        made[name] = write_packed(folder / name, CONFIG, tensors, *good_checkpoints.FORMATS[name])
-    return made
+    names = {name for _, name in (*CURED, *FROM_SOURCE)}
+    source, made = good_checkpoints.packed(tmp_path_factory.mktemp("models"), CONFIG, names)
+    return made | {"source": source}
+
+
+def assert_same(ours, good, changed=()):
+    """All tensors to the bit, but those whose names hold one of `changed`."""
+    for name in good.tensors:
+        if not any(part in name for part in changed):
+            one, other = (found.read(name).flatten().view(torch.uint8) for found in (ours, good))
+            assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE])
@@ -91,13 +97,8 @@ def test_a_fault_is_cured(fault, format, models, tmp_path):
     assert repair(found, tmp_path / "out", source)
     again = diagnose(str(tmp_path / "out"), source=source, depth="tensors")
     assert again.findings.verdict == "good", again.to_json()
-    ours, good = Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format])
-    mtp = f"model.layers.{CONFIG['num_hidden_layers']}."
-    for name in good.tensors:
-        if not name.startswith(mtp) and "global_scale" not in name and "scale_2" not in name:
-            assert torch.equal(
-                ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)
-            ), name
+    changed = (f"model.layers.{CONFIG['num_hidden_layers']}.", "global_scale", "scale_2")
+    assert_same(Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format]), changed)
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -130,51 +131,35 @@ def test_a_copy_that_predicts_worse_is_taken_back(tmp_path):
 
 
 def test_shards_stay_in_their_folder(models, tmp_path):
-    fault = "experts_are_listed_as_plain"
-    bad = shards_below(Path(faulty.damaged(models["ct-int4"], fault, tmp_path)))
-    assert repair(diagnose(str(bad), depth="tensors"), tmp_path / "out")
-    assert {
-        tensor.shard.partition("/")[0]
-        for tensor in Checkpoint.open(tmp_path / "out").tensors.values()
-    } == {"weights"}
+    bad = faulty.damaged(models["ct-int4"], "experts_are_listed_as_plain", tmp_path)
+    assert repair(diagnose(str(shards_below(Path(bad))), depth="tensors"), tmp_path / "out")
+    tensors = Checkpoint.open(tmp_path / "out").tensors.values()
+    assert {tensor.shard.partition("/")[0] for tensor in tensors} == {"weights"}
 
 
 def test_the_command_says_what_it_changed(models, tmp_path):
     bad = faulty.damaged(models["awq"], "names_lack_their_prefix", tmp_path)
-    asked = ("check", bad, "--repair", str(tmp_path / "out"), "--json")
-    answer = command(*asked)
+    asked = f"check {bad} --repair {tmp_path}/out --json"
+    answer, again = typed(asked), typed(asked)
     assert answer.code == 2
     assert "renamed to what engines expect" in answer.json["repaired"]["changes"][0]
-    again = command(*asked)
-    assert again.code == 1
-    assert "exists" in again.error
+    assert (again.code, "exists" in again.error) == (1, True)
 
 
 @pytest.mark.parametrize(("engine", "format"), [("vllm-ascend", "ct-int4"), ("sglang", "modelopt")])
 def test_what_an_engine_reads_is_set(engine, format, models, tmp_path):
     contents = faulty.Contents.of(models[format])
     del contents.config["topk_method"]
-    answer = command(
-        "check",
-        str(contents.write(tmp_path / "bad")),
-        "--engine",
-        engine,
-        "--repair",
-        str(tmp_path / "out"),
-        "--json",
-    )
+    bad, out = contents.write(tmp_path / "bad"), tmp_path / "out"
+    answer = typed(f"check {bad} --engine {engine} --repair {out} --json")
     assert answer.code in (1, 2)
     told = answer.json["repaired"]["changes"]
     assert all(change.startswith(f"for {engine}, ") for change in told)
-    ours, good = Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format])
+    ours = Checkpoint.open(out)
     assert ours.config["topk_method"] == "noaux_tc"
     assert engine != "vllm-ascend" or ours.config["quantization_config"]["group_size"] == 32
     assert not missing_keys(engine, ours).changes
-    for name in good.tensors:
-        assert torch.equal(
-            ours.read(name).reshape(-1).view(torch.uint8),
-            good.read(name).reshape(-1).view(torch.uint8),
-        ), name
+    assert_same(ours, Checkpoint.open(models[format]))
 
 
 @pytest.mark.parametrize(

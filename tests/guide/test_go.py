@@ -14,17 +14,13 @@ import r1_headers
 from commands import typed
 from refused import refused
 
-from quantkit import QuantkitError
 from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.deploy.launch import deploy
 from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module
 from quantkit.guide import propose as propose_module
 from quantkit.guide.proposal import (
-    ENGINES,
-    QUANTKIT,
     candidates,
     choose_candidate,
     expected_losses,
@@ -40,33 +36,9 @@ GIB = 2**30
 # -----------------------------------------------------------------------------------------------------------------
 
 
-DEVICES = (
-    "8x64GiB 8 64 cuda, 8x910C 8 64 npu, 8xh100 8 79 cuda, 16x910B4 16 32 npu, 1x24GiB 1 24 cuda"
-)
-NO_DEVICES = (
-    "|8|8x|x64GiB|0x64GiB|8x64|8*64GiB|8x-1GiB|12x64GiB|8xGiB|8xV9000|-1x64GiB|2xcpu|8x0GiB"
-)
-
-
-def test_devices_are_read():
-    for case in DEVICES.split(", "):
-        text, count, gib, device = case.split()
-        found = find_devices(text)
-        size = (found.count, found.memory_bytes, found.device)
-        assert size == (int(count), int(gib) * GIB, device)
-
-
 def test_what_this_machine_has():
     assert find_devices("cpu").device == "cpu"
     assert find_devices(None).count >= 1
-
-
-@pytest.mark.parametrize("text", NO_DEVICES.split("|"))
-def test_bad_devices_are_one_line_with_a_remedy(text):
-    with pytest.raises(QuantkitError) as caught:
-        find_devices(text)
-    assert caught.value.remedy
-    assert "\n" not in str(caught.value)
 
 
 # --- proposals
@@ -131,18 +103,9 @@ def test_a_processor_gets_int4_unless_the_model_is_small(r1, tiny_checkpoint):
     chosen, why = choose_candidate(small, roomy)
     assert chosen.scheme == "rtn-w4a16"
     assert "INT4 below 67 M parameters may lose more" in why
-    losses = expected_losses()
-    assert "SmolLM2" in losses.describe("awq-w4a16", 200_000_000)
-    assert (
-        losses.describe("awq-w4a16", 8_000_000_000)
-        == losses.describe("rtn-w4a16", 135_000_000)
-        == ""
-    )
-
-
-def test_a_model_that_fits_nowhere_says_what_it_needs(r1):
-    with refused(r"no scheme fits 1 x 8 GiB.*needs \d+\.\d GB of each of 1 devices"):
-        proposed(r1, "1x8GiB")
+    tell = expected_losses().describe
+    assert "SmolLM2" in tell("awq-w4a16", 200_000_000)
+    assert tell("awq-w4a16", 8_000_000_000) == tell("rtn-w4a16", 135_000_000) == ""
 
 
 def test_devices_that_cannot_share_a_model_are_left_out(tiny_checkpoint):
@@ -150,30 +113,11 @@ def test_devices_that_cannot_share_a_model_are_left_out(tiny_checkpoint):
     assert proposed(tiny_checkpoint, "8xH100", scheme="awq-w4a16") == ("awq-w4a16", "vllm", 1)
 
 
-def test_an_architecture_that_nothing_serves_is_refused(tmp_path):
-    config = make_model.tiny_config(model_type="mamba")
-    source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
-    for devices in ("8xH100", "cpu"):
-        with refused("mamba"):
-            proposed(source, devices)
-
-
-def test_a_fault_of_the_source_keeps_its_remedy(tmp_path):
-    config = make_model.tiny_config()
-    tensors = make_model.random_tensors(config)
-    del tensors["model.norm.weight"]
-    source = make_model.write_dense(tmp_path / "source", config, tensors)
-    with refused(r"lacks model\.norm\.weight; download the missing shard"):
-        proposed(source, "cpu")
-
-
-def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint):
-    for device, engines in ENGINES.items():
-        for engine in engines:
-            if engine != QUANTKIT:
-                with refused(r"no layout|has no"):
-                    deploy(tiny_checkpoint, engine, layout="none", device=device)
-    assert set(expected_losses().order) == SCHEMES.keys()
+@pytest.mark.parametrize("devices", ["8xH100", "cpu"])
+def test_an_architecture_that_nothing_serves_is_refused(devices, tmp_path):
+    source = make_model.random_dense(tmp_path / "source", model_type="mamba")
+    with refused("mamba"):
+        proposed(source, devices)
 
 
 # --- the job
@@ -183,12 +127,7 @@ def test_engines_have_launches_and_schemes_have_expected_losses(tiny_checkpoint)
 @pytest.fixture
 def here(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
-    lines = (
-        json.dumps({"text": " ".join(words[(i * 7 + j) % len(words)] for j in range(30))})
-        for i in range(60)
-    )
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    (tmp_path / "text.jsonl").write_text('{"text": "one who asks is told what many found"}\n' * 300)
     return tmp_path
 
 
@@ -217,30 +156,25 @@ def test_time_counts_the_documents_that_are_measured(tmp_path, monkeypatch):
 def test_the_whole_job(tiny_checkpoint, here):
     said = go(tiny_checkpoint, "--score --limit 1 --json")
     assert said.code == 0, said
-    made = said.json
+    made, model = said.json, Path(said.json["model"])
     assert made["quality"]["kl"] > 0
     assert made["quality"]["baseline_ppl"] > 1
     assert "that calibration did not take" in made["quality"]["on"]
     assert "tiny-math" in made["scores"]
     assert made["verdict"].split(":")[0] in ("Good", "Fair", "Poor")
-    assert Checkpoint.open(Path(made["model"])).scheme is SCHEMES[made["scheme"]]
+    assert Checkpoint.open(model).scheme is SCHEMES[made["scheme"]]
     assert f"vllm serve {made['model']} " in made["launch"][0]
     assert made["launch"][0] == (here / "out" / "launch.sh").read_text()
-    before = {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")}
+    before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
     again = go(tiny_checkpoint, "--score --limit 1 --json")
     assert again.json == made
-    assert all(
-        f"{step}: done" in again.err
-        for step in ("quantizing", "measuring against the source", "scoring", "launch")
-    ), again.err
-    assert {
-        path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")
-    } == before
+    for step in ("quantizing", "measuring against the source", "scoring", "launch"):
+        assert f"{step}: done" in again.err
+    assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
     other = go(tiny_checkpoint, "--scheme awq-w4a16")
     assert (other.code, other.errors) == (1, 1)
-    assert (
-        "was begun with scheme not given; give the same to go on, or another --out" in other.error
-    )
+    told = "was begun with scheme not given; give the same to go on, or another --out"
+    assert told in other.error
 
 
 def test_the_model_writes_calibration_text_unless_some_is_named(tiny_checkpoint, here):
@@ -266,23 +200,18 @@ def test_stopped_anywhere_it_goes_on(tiny_checkpoint, here, monkeypatch, step):
     assert said.code == 130, said
     assert "to resume: quantkit go " in said.err
     assert not list((here / "out").glob("go.json.*"))
-    entered = list(json.loads((here / "out" / "go.json").read_text())["steps"])
-    begun = []
+    entered = json.loads((here / "out" / "go.json").read_text())["steps"]
+    begun, measure = [], job_module.measure
     with monkeypatch.context() as patch:
-        patch.setattr(job_module, "measure", counted(job_module.measure, begun, "measure"))
+        patch.setattr(job_module, "measure", lambda *a, **o: (begun.append(1), measure(*a, **o))[1])
         said = go(tiny_checkpoint)
     assert said.code == 0, said
     assert "resuming in out" in said.err
-    assert ("measure" in begun) == ("measure" not in entered)
-    if step == "a unit":
-        assert "5 of" in said.err
-    elif step != "quantize":
-        assert "quantizing: done" in said.err
-    assert list(json.loads((here / "out" / "go.json").read_text())["steps"]) == [
-        "quantize",
-        "measure",
-        "launch",
-    ]
+    assert bool(begun) == ("measure" not in entered)
+    told = {"a unit": "5 of", "quantize": ""}
+    assert told.get(step, "quantizing: done") in said.err
+    steps = json.loads((here / "out" / "go.json").read_text())["steps"]
+    assert list(steps) == ["quantize", "measure", "launch"]
 
 
 def stop_before_entering(patch, step):
@@ -309,25 +238,15 @@ def stop_after_units(patch, count):
     patch.setattr(CheckpointWriter, "write", write)
 
 
-def counted(function, begun, name):
-    def call(*given, **options):
-        begun.append(name)
-        return function(*given, **options)
-
-    return call
-
-
 def test_refused_before_work(tiny_checkpoint, here, monkeypatch):
     """One line each, and nothing is left behind."""
     faults = {
         "--devices 8*64 --yes": "devices '8*64' make no sense",
-        "--devices 1x4GiB --yes": "no scheme fits",
+        "--devices 1x4GiB --yes": "no scheme fits 1 x 4 GiB",
         "--devices cpu": "no terminal to ask on; give --yes",
         "--scheme w3 --yes": "scheme 'w3' is not known",
-        "--engine tgi --yes": "engine 'tgi' is not known",
         "--devices cpu --engine vllm-ascend --yes": "vllm-ascend is not launched on",
         "--score --tasks chess --yes": "chess",
-        "--score --tasks humaneval --yes": "humaneval",
     }
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
     for arguments, told in faults.items():
@@ -347,16 +266,17 @@ def test_a_disk_that_is_too_small(tiny_checkpoint, here, monkeypatch):
     assert not (here / "out").exists()
 
 
-def test_a_damaged_record_is_named(tiny_checkpoint, here):
-    (here / "out").mkdir()
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", {"choice": {"x": 1}}, {"steps": {"plan": {"at": 1}}}, {"asked": 5}]
+)
+def test_a_damaged_record_is_named(damage, tiny_checkpoint, here):
     whole = {"quantkit": "0", "asked": {}, "choice": None, "steps": {}}
-    damaged = ({"choice": {"x": 1}}, {"steps": {"plan": {"at": 1}}}, {"steps": []}, {"asked": 5})
-    broken = (json.dumps(whole | change) for change in damaged)
-    for text in ("{", "[]", '{"asked": {}}', *broken):
-        (here / "out" / "go.json").write_text(text)
-        said = go(tiny_checkpoint)
-        assert (said.code, said.errors) == (1, 1)
-        assert "go.json" in said.error
+    (here / "out").mkdir()
+    text = damage if isinstance(damage, str) else json.dumps(whole | damage)
+    (here / "out" / "go.json").write_text(text)
+    said = go(tiny_checkpoint)
+    assert (said.code, said.errors) == (1, 1)
+    assert "go.json" in said.error
 
 
 def test_it_asks(tiny_checkpoint, here, monkeypatch):
@@ -374,14 +294,12 @@ def test_a_proposal_without_a_terminal_takes_the_options_of_quantize(
     tiny_checkpoint, here, monkeypatch
 ):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
-    asked = (
-        f"go {tiny_checkpoint} --out out --devices cpu --calibration text.jsonl --dry-run --json"
-    )
-    before = typed(asked).json
+    asked = f"go {tiny_checkpoint} --out out --devices cpu --calibration text.jsonl --dry-run"
+    before = typed(f"{asked} --json").json
     assert (before["scheme"], before["engine"]) == ("awq-w4a16", "quantkit")
     assert {"int8-a8w8c16", "rtn-w4a16"} <= before["others"].keys()
-    mixed = typed(f"{asked} --keep attention --group-size 64 --format compressed-tensors").json
-    assert mixed["scheme"] == "awq-w4a16"
+    more = "--keep attention --group-size 64 --format compressed-tensors --json"
+    mixed = typed(f"{asked} {more}").json
+    assert (mixed["scheme"], mixed["others"]) == ("awq-w4a16", {})
     assert mixed["plan"]["format"] == "compressed-tensors"
-    assert mixed["others"] == {}
     assert not (here / "out").exists()
