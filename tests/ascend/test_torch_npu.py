@@ -206,6 +206,10 @@ def test_the_plugin_of_vllm_computes_what_the_format_stores(bits, symmetric, gro
     assert torch.equal(layer_of_vllm.weight, weight.dequantize(torch.bfloat16))
 
 
+def test_the_plugin_of_vllm_does_nothing_without_vllm_ascend():
+    vllm_plugin.register()
+
+
 def test_the_plugin_of_vllm_gives_awq_as_the_backend_lays_it_out():
     """A weight, and a stack of them: the operands of the products that are tested with our own."""
     rngs = (torch.Generator().manual_seed(seed) for seed in (1, 2))
