@@ -131,6 +131,7 @@ def graph(
     assert capture_error_mode == "thread_local"
     target.auto_dispatch_capture = auto_dispatch_capture
     target.launches.clear()
+    assert all(one.waited_for for one in WORKED), "captured while a stream still works"
     CAPTURING.append(target)
     WORKED.clear()
     try:

@@ -49,6 +49,13 @@ def test_few_rows_split_into_digits(group, rows):
     assert torch.equal(plain, linear(x)) == (8 * rows == group)
 
 
+def test_a_group_of_all_inputs_is_a_channels():
+    """The operator takes no group that is as long as K."""
+    weight = random_weight("int4-asym-64", 64, 64, torch.Generator().manual_seed(1))
+    linear, x = prepare(weight, backend="torch_npu", dtype=torch.bfloat16), random(3, 64)
+    assert distance(linear(x), exact_linear(x, weight)) < 4e-3
+
+
 def test_fp4_decodes_exactly():
     """All 16 codes under all 126 positive e4m3 scales."""
     scale = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
