@@ -8,7 +8,7 @@ import pytest
 from hostile_results import TEXTS
 from replay_server import ReplayServer, Reply
 from sample_sizes import sized
-from two_runs import TASK
+from two_runs import write_task
 
 from quantkit.evaluation.options import EvaluateOptions
 from quantkit.evaluation.regrading import regrade
@@ -18,19 +18,9 @@ from quantkit.evaluation.run import run_evaluation
 WORDS = (*TEXTS, "\ud800", "\udc00\ud800", "a\x00b", "\x9b2J", "length\n", "é" * 200, "_", "..")
 
 
-def _folder(place):
-    rows = [
-        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": 1}
-        for n in range(2)
-    ]
-    (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (place / "sums.yaml").write_text(TASK)
-    return [str(place / "sums.yaml")]
-
-
 @pytest.mark.parametrize("seed", range(sized(8, 60)))
 def test_the_run_ends_with_results(tmp_path, seed):
-    draw, tasks = random.Random(seed), _folder(tmp_path)
+    draw, tasks = random.Random(seed), [write_task(tmp_path, range(2))]
 
     def answer(question, body):
         said = draw.choice(("\\boxed{4}", *WORDS))
@@ -51,7 +41,7 @@ def test_the_run_ends_with_results(tmp_path, seed):
 
 
 def test_a_page_that_fails_is_a_notice(tmp_path, monkeypatch):
-    tasks, notices = _folder(tmp_path), []
+    tasks, notices = [write_task(tmp_path, range(2))], []
     monkeypatch.setattr(report, "bars_plot", lambda *rows: [][1])
     with ReplayServer(lambda question, body: "</think>\\boxed{4}") as server:
         options = EvaluateOptions(data_dir=tmp_path, out=tmp_path / "out", repeats=1)

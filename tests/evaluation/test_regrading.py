@@ -78,14 +78,16 @@ def test_a_run_that_never_ended_is_graded_too(runs):
     assert (results.model, results.tasks["sums"].planned) == ("good", 7)
 
 
-def test_a_regraded_run_is_compared_with_another(runs):
+def test_a_run_with_too_many_errors_has_no_verdict(runs):
+    """As a baseline, regraded or not; what failed is not kept."""
+    lost = "2 of 20 samples of sums failed with the baseline poor: no verdict"
+    table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
+    assert table["runs"][1]["results"]["sums"]["comparison"] is None
+    assert table["runs"][1]["notes"] == [lost]
     results = regrade(runs / "good", RegradeOptions(baseline=runs / "poor"))
-    assert results.tasks["sums"].comparison is None
-    assert results.faults == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
-    assert (
-        regrade(runs / "poor", RegradeOptions(baseline=runs / "good")).tasks["sums"].comparison
-        is not None
-    ), "what failed is not kept"
+    assert (results.tasks["sums"].comparison, results.faults) == (None, [lost])
+    other = regrade(runs / "poor", RegradeOptions(baseline=runs / "good"))
+    assert other.tasks["sums"].comparison is not None
 
 
 def test_finished_runs_are_compared_without_a_server(runs):
@@ -98,16 +100,7 @@ def test_finished_runs_are_compared_without_a_server(runs):
     page = (runs / "page" / "comparison.html").read_text()
     assert "cannot tell" in page
     assert page.count("<svg") == 2
-    assert "<script" not in page
     assert json.loads((runs / "page" / "comparison.json").read_text())["baseline"] == "good"
-
-
-def test_a_run_with_too_many_errors_has_no_verdict(runs):
-    table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
-    assert table["runs"][1]["results"]["sums"]["comparison"] is None
-    assert table["runs"][1]["notes"] == [
-        "2 of 20 samples of sums failed with the baseline poor: no verdict"
-    ]
 
 
 @pytest.mark.parametrize("folders", [["good"], ["good", "nowhere"], ["nowhere", "good"]])
@@ -120,28 +113,24 @@ def test_groups_have_their_own_figures_beside_the_baselines(runs):
     regrade(runs / "poor", RegradeOptions(baseline=runs / "good"))
     told = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]["groups"]
     assert list(told) == ["1", "2"]
-    assert told["1"]["n"] == 5
-    assert told["1"]["difference"] == pytest.approx(
-        told["1"]["accuracy"] - told["1"]["baseline_accuracy"]
-    )
-    assert told["1"]["low"] <= told["1"]["difference"] <= told["1"]["high"]
+    first = told["1"]
+    assert first["n"] == 5
+    assert first["difference"] == pytest.approx(first["accuracy"] - first["baseline_accuracy"])
+    assert first["low"] <= first["difference"] <= first["high"]
 
 
 def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs):
     """As after a copy without times, or a clock that was set back."""
-    folder = runs / "good"
+    folder, asked = runs / "good", {"repeats": 1, "temperature": 0.1, "trust_kept": True}
     with ReplayServer(lambda question, body: "</think>\\boxed{0}", models=("good",)) as server:
-        options = EvaluateOptions(
-            data_dir=runs, out=folder, repeats=1, temperature=0.1, trust_kept=True
-        )
+        options = EvaluateOptions(data_dir=runs, out=folder, **asked)
         run_evaluation(server.url, [str(runs / "sums.yaml")], options)
-    journals = sorted((folder / "completions").glob("*-*.jsonl"))
-    assert len(journals) == 2
+    one, other = journals = sorted((folder / "completions").glob("*-*.jsonl"))
     for newest in journals:
-        os.utime(newest, (2e9, 2e9))
+        for journal in (one, other):
+            os.utime(journal, (1e9 + (journal == newest),) * 2)
         told = []
         results = regrade(folder, notice=told.append)
         assert results.tasks["sums"].to_json()["accuracy"] == 0.0
         assert "replies of 2 runs" in told[1]
         assert "temperature 0.1" in told[1]
-        os.utime(newest, (1e9, 1e9))

@@ -38,34 +38,32 @@ def fenced(source):
     return f"Here:\n```python\n{source}\n```\n"
 
 
-FUNCTIONS = {f"attack: {name}": fenced(source) for name, source in attacks.FUNCTIONS.items()}
-FUNCTIONS |= {f"attack: reply {name}": reply for name, reply in attacks.REPLIES.items()}
-FUNCTIONS |= {f"right: {name}": fenced(source) for name, source in idioms.FUNCTIONS.items()}
-FUNCTIONS |= {f"right: reply {name}": reply for name, reply in idioms.REPLIES.items()}
-SCRIPTS = {f"attack: script {name}": fenced(source) for name, source in attacks.SCRIPTS.items()}
-SCRIPTS |= {f"right: script {name}": fenced(source) for name, source in idioms.SCRIPTS.items()}
-SCRIPTS |= {f"right: script reply {name}": reply for name, reply in idioms.SCRIPT_REPLIES.items()}
-METHODS = {f"attack: method {name}": fenced(source) for name, source in attacks.METHODS.items()}
-METHODS |= {f"right: method {name}": fenced(source) for name, source in idioms.METHODS.items()}
-FUNCTIONS |= {
-    f"attack: {name}": fenced(source)
-    for name, source in generated.wrong_functions(sized(12, 75)).items()
-}
-SCRIPTS |= {
-    f"attack: script {name}": fenced(source)
-    for name, source in generated.wrong_scripts(sized(12, 75)).items()
-}
-SCRIPTS |= {
-    f"right: script {name}": fenced(source)
-    for name, source in generated.right_scripts(sized(12, 60)).items()
-}
-ENDLESS = {
-    f"attack: {name}"
-    for name in (
-        *attacks.ENDLESS_FUNCTIONS,
-        *(f"script {name}" for name in attacks.ENDLESS_SCRIPTS),
-    )
-}
+def cases(kind, attack, right, replies=()):
+    """Replies by name; `replies` are whole, the others programs."""
+    found = {f"attack: {kind}{name}": fenced(source) for name, source in attack.items()}
+    found |= {f"right: {kind}{name}": fenced(source) for name, source in right.items()}
+    return found | dict(replies)
+
+
+def whole(kind, replies):
+    return {f"{kind} {name}": reply for name, reply in replies.items()}
+
+
+FUNCTIONS = cases(
+    "",
+    attacks.FUNCTIONS | generated.wrong_functions(sized(12, 75)),
+    idioms.FUNCTIONS,
+    whole("attack: reply", attacks.REPLIES) | whole("right: reply", idioms.REPLIES),
+)
+SCRIPTS = cases(
+    "script ",
+    attacks.SCRIPTS | generated.wrong_scripts(sized(12, 75)),
+    idioms.SCRIPTS | generated.right_scripts(sized(12, 60)),
+    whole("right: script reply", idioms.SCRIPT_REPLIES),
+)
+METHODS = cases("method ", attacks.METHODS, idioms.METHODS)
+ENDLESS = {f"attack: {name}" for name in attacks.ENDLESS_FUNCTIONS}
+ENDLESS |= {f"attack: script {name}" for name in attacks.ENDLESS_SCRIPTS}
 
 
 def function_row(name):
@@ -79,20 +77,17 @@ def function_row(name):
 
 def contest_row(name):
     if name in SCRIPTS:
-        tests = [{"input": "1 2 3\n", "output": "6\n"}, {"input": "4 6\n", "output": "10\n"}]
-        metadata = "{}"
+        tests, metadata = [("1 2 3\n", "6\n"), ("4 6\n", "10\n")], {}
     else:
-        tests = [{"input": "[1, 2, 3]", "output": "6"}, {"input": "[4, 6]", "output": "10"}]
-        metadata = '{"func_name": "total"}'
-    row = {
+        tests, metadata = [("[1, 2, 3]", "6"), ("[4, 6]", "10")], {"func_name": "total"}
+    public, private = (json.dumps([{"input": given, "output": out}]) for given, out in tests)
+    return {
         "question_id": name,
         "question_content": f"Sum. Case <{name}>.",
         "contest_date": "2024-10-01T00:00:00",
-        "metadata": metadata,
-    }
-    return row | {
-        "public_test_cases": json.dumps(tests[:1]),
-        "private_test_cases": json.dumps(tests[1:]),
+        "metadata": json.dumps(metadata),
+        "public_test_cases": public,
+        "private_test_cases": private,
     }
 
 
@@ -173,12 +168,8 @@ def evaluate(rows, victim, folder, *options):
         command += " --allow-code-exec --repeats 1 --json"
         done = CliRunner().invoke(app, [*command.split(), *options], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    samples = [
-        json.loads(line)
-        for line in (folder / "out" / "samples.jsonl").read_text().split("\n")
-        if line
-    ]
-    return {sample["problem"]: sample for sample in samples}
+    lines = (folder / "out" / "samples.jsonl").read_text().strip("\n").split("\n")
+    return {sample["problem"]: sample for sample in map(json.loads, lines)}
 
 
 @isolated
@@ -200,15 +191,12 @@ def test_every_attack_fails_and_every_idiom_passes(tmp_path, victim, monkeypatch
         for name, sample in samples.items()
     }
     assert set(graded) == set(rows)
-    assert {
-        name: told for name, told in graded.items() if name.startswith("attack") and told[0]
-    } == {}
-    assert {
-        name: told for name, told in graded.items() if name.startswith("right") and not told[0]
-    } == {}
-    assert {
-        name: told for name, told in graded.items() if told[1] in ("error", "sandbox-error")
-    } == {}
+    wrong = {
+        name: told
+        for name, told in graded.items()
+        if told[0] is not name.startswith("right") or told[1] in ("error", "sandbox-error")
+    }
+    assert wrong == {}
     assert not victim.reached.is_set()
 
 
@@ -287,38 +275,6 @@ def test_tests_may_expect_an_exception_but_not_catch_a_fault():
     ):
         assert run(f"def f(x): {body}", catching).status in ("failed", "no-verdict"), body
     assert run("def f(x): raise OSError", catching).status == "passed"
-
-
-def test_scripts():
-    echo = sandbox.run_script(
-        "import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nsys.exit(3)", "abc\nde\n"
-    )
-    assert (echo.status, echo.output) == ("passed", "cba\ned\n")
-    late = sandbox.run_script("print(input())\nraise ValueError('late')", "x")
-    assert (late.status, late.detail) == ("failed", "ValueError: late")
-    assert (
-        sandbox.run_script("import os\nos.kill(os.getpid(), 11)", "").detail == "ended by signal 11"
-    )
-    assert "SyntaxError" in sandbox.run_script("int main() {}", "").detail
-
-
-def test_a_method_is_called_case_by_case():
-    program = sandbox.Program(
-        ("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair"
-    )
-    assert (
-        sandbox.run_function(program, cases=[([[1], [2]], [[1, 2], None])], timeout_s=6.0).status
-        == "passed"
-    )
-    wrong = sandbox.run_function(
-        program, cases=[([1, 2], [3, None]), ([1, 2], [4, None])], timeout_s=6.0
-    )
-    assert wrong.detail == "test 2: got '[3, null]', expected '[4, null]'"
-    slow = sandbox.Program(("import time\ndef f(x): time.sleep(x)",), "f")
-    assert (
-        sandbox.run_function(slow, cases=[([0], None), ([9], None)], timeout_s=0.8).detail
-        == "test 2: no answer after 0.8 s"
-    )
 
 
 @isolated

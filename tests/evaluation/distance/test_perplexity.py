@@ -1,3 +1,6 @@
+"""Perplexity, and distance from a baseline: what the definitions say, on texts, on windows over a text
+as the usual recipe of transformers takes them, and on what the source writes itself."""
+
 import json
 import math
 import random
@@ -6,12 +9,11 @@ import warnings
 
 import pytest
 import torch
-from commands import command
-from edited import edited
+from commands import typed
+from edited import edited, edited_tensor
 from refused import refused
-from safetensors.torch import load_file, save_file
 
-from quantkit.evaluation.distance.documents import read_documents
+from quantkit.evaluation.distance.documents import read_documents, sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Sums, summarize
 from quantkit.evaluation.options import PerplexityOptions
@@ -36,15 +38,9 @@ def text(tmp_path):
 @pytest.fixture(scope="module")
 def changed(tiny_dense_checkpoint, tmp_path_factory):
     """The dense model with one layer's attention output made a little larger."""
-    copy = tmp_path_factory.mktemp("changed") / "model"
-    shutil.copytree(tiny_dense_checkpoint, copy)
-    name = "model.layers.1.self_attn.o_proj.weight"
-    shard = (
-        copy / json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"][name]
-    )
-    tensors = load_file(shard)
-    tensors[name] = tensors[name] * 1.5
-    save_file(tensors, shard, metadata={"format": "pt"})
+    copy = shutil.copytree(tiny_dense_checkpoint, tmp_path_factory.mktemp("changed") / "model")
+    with edited_tensor(copy, "model.layers.1.self_attn.o_proj.weight") as weight:
+        weight *= 1.5
     return copy
 
 
@@ -53,12 +49,9 @@ def compared(model, baseline, text, **options):
 
 
 def test_a_perplexity_of_texts_that_are_too_long_says_so(tiny_dense_checkpoint, text, tmp_path):
-    short = tmp_path / "model"
-    shutil.copytree(tiny_dense_checkpoint, short)
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(
-        json.dumps(config | {"max_position_embeddings": 16, "rope_scaling": None})
-    )
+    short = shutil.copytree(tiny_dense_checkpoint, tmp_path / "model")
+    with edited(short / "config.json") as config:
+        config |= {"max_position_embeddings": 16, "rope_scaling": None}
     with pytest.warns(UserWarning, match="give --seq-len 16"):
         measure(str(short), text)
     with warnings.catch_warnings():
@@ -76,89 +69,57 @@ def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint, text):
 def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint, text, tmp_path):
     """Its perplexity was nan, or null in JSON, and the command succeeded."""
     broken = shutil.copytree(tiny_dense_checkpoint, tmp_path / "broken")
-    (shard,) = broken.glob("*.safetensors")
-    tensors = load_file(shard)
-    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, shard)
-    for models in ((broken, tiny_dense_checkpoint), (tiny_dense_checkpoint, broken)):
-        told = command(
-            "ppl", str(models[0]), "--baseline", str(models[1]), "--text", str(text), "--json"
-        )
-        assert told.code == 1
-        assert told.json["kl"] is None
-        assert (
-            told.error == f"error: the logits of {broken} are NaN; quantkit check names the "
-            "damaged tensor"
-        )
+    with edited_tensor(broken, "model.layers.1.self_attn.o_proj.weight") as weight:
+        weight[0, 0] = float("nan")
+    for one, other in ((broken, tiny_dense_checkpoint), (tiny_dense_checkpoint, broken)):
+        told = typed(f"ppl {one} --baseline {other} --text {text} --json")
+        assert (told.code, told.json["kl"]) == (1, None)
+        assert f"the logits of {broken} are NaN; quantkit check names the damaged" in told.error
 
 
 def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, text):
-    models = [load_model(path) for path in (changed, tiny_dense_checkpoint)]
-    tokenizer = ChatTokenizer(changed)
-    kl, nll, same, right, tokens = 0.0, 0.0, 0, 0, 0
-    for line in TEXTS:
-        ids = torch.tensor(tokenizer.encode(line))
-        with torch.inference_mode():
-            ours, base = (
-                one.model.logits(one.model(ids, CausalContext([len(ids)])))[:-1].log_softmax(-1)
-                for one in models
-            )
-        kl += float((base.exp() * (base - ours)).sum())
-        nll -= float(ours.gather(1, ids[1:, None]).sum())
-        same += int((base.argmax(-1) == ours.argmax(-1)).sum())
-        right += int((ours.argmax(-1) == ids[1:]).sum())
-        tokens += len(ids) - 1
+    models = [load_model(path).model for path in (changed, tiny_dense_checkpoint)]
+    tokenizer, ours, base, next_ids = ChatTokenizer(changed), [], [], []
+    for ids in (torch.tensor(tokenizer.encode(line)) for line in TEXTS):
+        next_ids.append(ids[1:])
+        for model, found in zip(models, (ours, base), strict=True):
+            with torch.inference_mode():
+                logits = model.logits(model(ids, CausalContext([len(ids)])))
+            found.append(logits[:-1].log_softmax(-1))
+    ours, base, next_ids = map(torch.cat, (ours, base, next_ids))
+    nll, tokens = -float(ours.gather(1, next_ids[:, None]).mean()), len(next_ids)
     told = compared(changed, tiny_dense_checkpoint, text)
-    assert (told.tokens, told.ppl) == (tokens, pytest.approx(math.exp(nll / tokens), rel=1e-3))
-    assert told.kl == pytest.approx(kl / tokens, rel=2e-2)
-    assert told.kl > 0
+    assert (told.tokens, told.ppl) == (tokens, pytest.approx(math.exp(nll), rel=1e-3))
+    kl = float((base.exp() * (base - ours)).sum(-1).mean())
+    assert 0 < told.kl == pytest.approx(kl, rel=2e-2)
     alone = measure(str(changed), text)
     assert (alone.ppl, alone.accuracy) == (told.ppl, told.accuracy)
     assert set(alone.to_json()) == {"ppl", "tokens", "documents", "accuracy", "intervals"}
-    assert told.accuracy == pytest.approx(right / tokens, abs=1.5 / tokens)
-    assert told.top1_agree == pytest.approx(same / tokens, abs=1.5 / tokens)
+    for found, same in ((told.accuracy, next_ids), (told.top1_agree, base.argmax(-1))):
+        share = (ours.argmax(-1) == same).double().mean()
+        assert found == pytest.approx(float(share), abs=1.5 / tokens)
     assert 0 < told.expert_agree <= 1
     assert told.layer_errors[0] == 0.0
     assert all(error > 1e-3 for error in told.layer_errors[1:])
     assert told.kl_stderr is not None
-    ratio = told.ppl / told.baseline_ppl
-    assert told.intervals["ppl_ratio"][0] < ratio < told.intervals["ppl_ratio"][1]
-    assert [one.first for one in told.positions] == [1, 65, 129, 257][: len(told.positions)]
+    low, high = told.intervals["ppl_ratio"]
+    assert low < told.ppl / told.baseline_ppl < high
     assert sum(one.tokens for one in told.positions) == told.tokens
     for name in ("kl", "top1_agree"):
         along = sum(getattr(one, name) * one.tokens for one in told.positions)
         assert along == pytest.approx(getattr(told, name) * told.tokens)
 
 
-def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint, changed, text):
-    longest = max(map(len, TEXTS))
-    one, other = (
-        compared(changed, tiny_dense_checkpoint, text, seq_len=length) for length in (2048, longest)
-    )
-    assert other.tokens == one.tokens
-    assert other.kl == pytest.approx(one.kl, rel=2e-2)
-
-
 def test_documents(tiny_dense_checkpoint, tmp_path, text):
     tokenizer = ChatTokenizer(tiny_dense_checkpoint)
     assert [len(ids) for ids in read_documents(text, tokenizer, seq_len=5)] == [5, 5, 5]
     assert len(read_documents(text, tokenizer, seq_len=99, limit=2)) == 2
-    plain = tmp_path / "text.txt"
+    plain, chat = tmp_path / "text.txt", tmp_path / "chat.jsonl"
     plain.write_text(" ".join(TEXTS))
-    pieces = read_documents(plain, tokenizer, seq_len=8)
-    assert torch.cat(pieces).tolist() == tokenizer.encode(" ".join(TEXTS))[: sum(map(len, pieces))]
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(
-        json.dumps(
-            {
-                "messages": [
-                    {"role": "user", "content": "1 + 1?"},
-                    {"role": "assistant", "content": "2"},
-                ]
-            }
-        )
-        + "\n"
-    )
+    pieces = torch.cat(read_documents(plain, tokenizer, seq_len=8))
+    assert pieces.tolist() == tokenizer.encode(" ".join(TEXTS))[: len(pieces)]
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    chat.write_text(json.dumps({"messages": said}) + "\n")
     assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
 
 
@@ -169,14 +130,11 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
     with edited(base / "tokenizer_config.json") as settings:
         del settings["chat_template"]
     tokenizer, chat = ChatTokenizer(base), tmp_path / "chat.jsonl"
-    said = [
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "reasoning_content": "easy", "content": "2"},
-    ]
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    said[1]["reasoning_content"] = "easy"
     chat.write_text(json.dumps({"messages": said}) + "\n")
-    assert read_documents(chat, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode(
-        "1 + 1?\n\neasy\n\n2"
-    )
+    (found,) = read_documents(chat, tokenizer, seq_len=99)
+    assert found.tolist() == tokenizer.encode("1 + 1?\n\neasy\n\n2")
     chat.write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
     with refused(r":1 is not a conversation: messages\[0\] has no content"):
         read_documents(chat, tokenizer, seq_len=99)
@@ -188,7 +146,6 @@ def test_a_conversation_is_plain_text_to_a_model_without_a_template(
         ("", "nothing to predict"),
         ("{}\n", ":1 has neither"),
         ("{\n", ":1 is not JSON"),
-        ('{"text": ""}\n', "nothing to predict"),
     ],
 )
 def test_unusable_text_is_named(tiny_dense_checkpoint, tmp_path, content, told):
@@ -207,23 +164,22 @@ def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint, te
 
 def test_intervals_hold_the_mean_as_often_as_they_say():
     """Documents of 5 to 60 tokens, whose own means differ."""
-    draw, held = random.Random(7), {"ppl": 0, "accuracy": 0, "ppl_ratio": 0, "accuracy_change": 0}
+    draw = random.Random(7)
     truth = {"ppl": math.exp(2.0), "accuracy": 0.4, "ppl_ratio": math.exp(0.05)}
+    truth["accuracy_change"] = 0.4 - (0.4 * 0.98 + 0.6 * 0.02)
+    held = dict.fromkeys(truth, 0)
     for _ in range(400):
         sums = Sums()
         for _ in range(40):
             tokens, own, share = draw.randint(5, 60), draw.gauss(2.0, 0.3), draw.uniform(0.2, 0.6)
             hits = [draw.random() < share for _ in range(tokens)]
             base = [hit != (draw.random() < 0.02) for hit in hits]
-            more = draw.gauss(0.05, 0.05)
-            columns = {"nll": [own] * tokens, "base_nll": [own - more] * tokens, "right": hits}
-            columns |= {"base_right": base, "kl": [0] * tokens, "same": [1] * tokens}
-            sums.documents.append(
-                {name: torch.tensor(row).double() for name, row in columns.items()}
-            )
-        change = 0.4 - (0.4 * 0.98 + 0.6 * 0.02)
+            nll, more = torch.full((tokens,), own).double(), draw.gauss(0.05, 0.05)
+            columns = {"nll": nll, "base_nll": nll - more, "kl": nll * 0, "same": nll * 0 + 1}
+            columns |= {"right": torch.tensor(hits).double()}
+            sums.documents.append(columns | {"base_right": torch.tensor(base).double()})
         for name, (low, high) in summarize(sums).intervals.items():
-            held[name] += low < (truth | {"accuracy_change": change})[name] < high
+            held[name] += low < truth[name] < high
     assert all(0.91 < times / 400 < 0.98 for times in held.values()), held
 
 
@@ -234,9 +190,83 @@ def test_kl_along_the_text_is_that_of_the_documents_which_reach_so_far():
         places = torch.arange(length, dtype=torch.float64)
         rest = dict.fromkeys(("nll", "base_nll", "right", "base_right"), torch.zeros(length))
         sums.documents.append({"kl": places, "same": (places < 128).double()} | rest)
-    first, second, third = summarize(sums).positions
-    assert (first.first, first.last, first.tokens) == (1, 64, 138)
-    assert (second.first, second.last, second.tokens) == (65, 128, 36 + 64)
-    assert second.kl == pytest.approx((sum(range(64, 100)) + sum(range(64, 128))) / 100)
-    assert (third.first, third.last, third.tokens, third.kl_stderr) == (129, 200, 72, None)
-    assert (first.top1_agree, third.top1_agree) == (1.0, 0.0)
+    found = summarize(sums).positions
+    counted = [(one.first, one.last, one.tokens) for one in found]
+    assert counted == [(1, 64, 138), (65, 128, 36 + 64), (129, 200, 72)]
+    assert found[1].kl == pytest.approx((sum(range(64, 100)) + sum(range(64, 128))) / 100)
+    assert [found[0].top1_agree, found[2].top1_agree] == [1.0, 0.0]
+    assert found[2].kl_stderr is None
+
+
+def scored(window):
+    return window.ids[window.first :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "stride"),
+    [(100, 16, 5), (100, 16, 15), (33, 16, 8), (16, 16, 4), (5, 16, 4), (18, 16, 16)],
+)
+def test_windows_score_every_token_but_first_ones_once(tokens, length, stride):
+    windows = list(sliding_windows(torch.arange(tokens), length, stride))
+    seen = [token for window in windows for token in scored(window)]
+    assert seen == [
+        token for token in range(tokens) if token and (stride < length or token % length)
+    ]
+    assert all(len(window.ids) <= length for window in windows)
+    for window in windows[1:]:
+        assert stride == length or window.first >= length - stride
+
+
+@pytest.mark.parametrize("stride", [0, 17])
+def test_a_stride_that_does_not_fit_is_refused(stride):
+    with refused("stride"):
+        list(sliding_windows(torch.arange(20), 16, stride))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stride", [5, 12])
+def test_perplexity_is_that_of_the_usual_recipe(stride, tiny_dense_checkpoint, tmp_path):
+    """The loop of transformers' page on perplexity over the same logits: labels of what was scored
+    before are -100."""
+    length, text = 12, tmp_path / "text.txt"
+    text.write_text("1 + 1 = 2 and 2 + 2 = 4, while 7 * 8 = 56 and 30 goats are 12 sheep less")
+    options = PerplexityOptions(seq_len=length, stride=stride)
+    told = measure(str(tiny_dense_checkpoint), text, options)
+    model = load_model(tiny_dense_checkpoint).model
+    ids = torch.tensor(ChatTokenizer(tiny_dense_checkpoint).encode(text.read_text()))
+    total, count, before = 0.0, 0, 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + length, len(ids))
+        labels = ids[begin:end].clone()
+        labels[: -(end - before)] = -100
+        logits = model.head(model(ids[begin:end], CausalContext([end - begin]))).float()[:-1]
+        total += float(torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum"))
+        count, before = count + int((labels[1:] != -100).sum()), end
+        if end == len(ids):
+            break
+    assert told.tokens == count
+    assert told.ppl == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_distance_on_what_the_source_writes(tiny_checkpoint, tiny_dense_checkpoint):
+    options = {"sampled": "tiny-math", "limit": 3, "max_tokens": 6, "device": "cpu"}
+    same = measure(
+        str(tiny_checkpoint), options=PerplexityOptions(baseline=str(tiny_checkpoint), **options)
+    )
+    assert (same.kl, same.greedy.same, same.greedy.prompts) == (pytest.approx(0, abs=1e-6), 1.0, 3)
+    assert 3 <= same.tokens <= 18, "replies are scored, prompts are not"
+    other = measure(
+        str(tiny_checkpoint),
+        options=PerplexityOptions(baseline=str(tiny_dense_checkpoint), **options),
+    )
+    assert other.kl > 0
+    assert other.to_json()["greedy"]["prompts"] == 3
+
+
+def test_what_is_asked_for_must_be_one_thing(tiny_checkpoint, tmp_path):
+    with refused("either a text or a task"):
+        measure(str(tiny_checkpoint))
+    with refused("either a text or a task"):
+        measure(str(tiny_checkpoint), tmp_path / "x.txt", PerplexityOptions(sampled="tiny-math"))
+    with refused("needs a model that samples"):
+        measure(str(tiny_checkpoint), options=PerplexityOptions(sampled="tiny-math"))

@@ -1,14 +1,13 @@
 """KL beside a server: our own server over loopback, and one that tells nothing."""
 
-import json
 import math
 import shutil
 
 import pytest
 import torch
+from edited import edited_tensor
 from refused import refused
 from running_server import Running, load
-from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.assets import asset
@@ -38,18 +37,9 @@ def server():
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
     """tiny-r1 with the last norm's gains smaller, so that it is less certain."""
-    copy = tmp_path_factory.mktemp("changed") / "model"
-    shutil.copytree(find_model("tiny-r1"), copy)
-    name = "model.norm.weight"
-    index = copy / "model.safetensors.index.json"
-    shard = (
-        copy / json.loads(index.read_text())["weight_map"][name]
-        if index.exists()
-        else copy / "model.safetensors"
-    )
-    tensors = load_file(shard)
-    tensors[name] = tensors[name] * 0.3
-    save_file(tensors, shard, metadata={"format": "pt"})
+    copy = shutil.copytree(find_model("tiny-r1"), tmp_path_factory.mktemp("changed") / "model")
+    with edited_tensor(copy, "model.norm.weight") as gains:
+        gains *= 0.3
     return copy
 
 
@@ -103,15 +93,12 @@ def test_the_divergence_is_a_lower_bound_that_named_tokens_close():
     window = Window(torch.tensor([0, 1, 2, 3, 4]), 1)
     found = {}
     for named in (2, TOP, 50):
-        top = [
-            {int(token): float(theirs[row, token]) for token in theirs[row].topk(named).indices}
-            for row in range(4)
-        ]
-        top = [
-            one | {target: float(theirs[row, target])}
-            for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))
-        ]
         own = [float(theirs[row, row + 1]) for row in range(4)]
+        top = [
+            dict(zip(row.topk(named).indices.tolist(), row.topk(named).values.tolist()))
+            | {number + 1: own[number]}
+            for number, row in enumerate(theirs)
+        ]
         sums = Sums()
         add_reply(sums, ScoredReply(window, top, own), logs, is_baseline=True)
         (found[named],) = (one["kl"].tolist() for one in sums.documents)

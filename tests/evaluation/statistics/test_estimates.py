@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 from quantkit.evaluation.statistics import estimates as st
-
-
-def test_accuracy_weighs_problems_not_samples():
-    assert st.accuracy([[1, 1, 1, 1], [0]]) == 0.5
+from quantkit.evaluation.statistics.estimates import mean_bounds
 
 
 def test_stderr_is_the_sample_deviation_over_root_n():
@@ -17,19 +14,14 @@ def test_stderr_is_the_sample_deviation_over_root_n():
 
 
 def test_sampling_stderr_covers_what_repeats_do():
+    """Problems count, not samples."""
     rng = np.random.default_rng(0)
-    p = rng.random(40)
-    runs = [
-        st.accuracy((rng.random((40, 6)) < p[:, None]).astype(float).tolist()) for _ in range(800)
-    ]
-    told = np.mean(
-        [
-            st.sampling_stderr((rng.random((40, 6)) < p[:, None]).astype(float).tolist())
-            for _ in range(200)
-        ]
-    )
-    assert told == pytest.approx(np.std(runs), rel=0.1)
+    p = rng.random((40, 1))
+    tables = [(rng.random((40, 6)) < p).astype(float).tolist() for _ in range(800)]
+    told = np.mean([st.sampling_stderr(table) for table in tables[:200]])
+    assert told == pytest.approx(np.std([st.accuracy(table) for table in tables]), rel=0.1)
     assert st.sampling_stderr([[1.0], [0.0, 1.0]]) is None, "not of one repeat"
+    assert st.accuracy([[1, 1, 1, 1], [0]]) == 0.5
 
 
 def test_interval_covers_the_truth_and_does_not_collapse():
@@ -53,10 +45,10 @@ def test_pass_at_k_counts_every_subset():
 
 
 def test_majority():
-    assert st.majority([("5", False), ("6", True), ("6", True)]) == 1.0
-    assert st.majority([("5", False), ("5", False), ("6", True)]) == 0.0
-    assert st.majority([("5", False), ("6", True)]) == 0.5
-    assert st.majority([(None, False), (None, False), ("6", True)]) == 1.0
+    right, wrong = ("6", True), ("5", False)
+    assert st.majority([wrong, right, right]) == 1.0
+    assert st.majority([wrong, right]) == 0.5
+    assert st.majority([(None, False), (None, False), right]) == 1.0
     assert st.majority([(None, False)]) == 0.0
 
 
@@ -65,3 +57,34 @@ def test_mcnemar_is_the_exact_binomial():
     assert st.mcnemar(5, 5) == 1.0
     assert st.mcnemar(0, 6) == pytest.approx(2 / 64)
     assert st.mcnemar(1, 9) == pytest.approx(2 * 11 / 1024)
+
+
+def binomial_tail(n, least, p):
+    """P(X >= least)."""
+    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(least, n + 1))
+
+
+@pytest.mark.parametrize(("n", "right"), [(5, 5), (20, 17), (200, 190), (164, 3)])
+def test_of_zeros_and_ones_it_is_clopper_and_pearsons(n, right):
+    low, high = mean_bounds(np.array([1.0] * right + [0.0] * (n - right)), 0, 1).interval()
+    assert binomial_tail(n, right, low) == pytest.approx(0.025, abs=0.003)
+    assert right == n or 1 - binomial_tail(n, right + 1, high) == pytest.approx(0.025, abs=0.003)
+    assert right < n or high == 1.0
+
+
+@pytest.mark.parametrize("n", [5, 30, 368, 2000])
+def test_what_was_not_seen_counts_problems(n):
+    """n equal differences leave room for a share of 1 - 0.025^(1/n) of problems lost whole."""
+    low, high = mean_bounds(np.zeros(n), -1, 1).interval()
+    assert low == pytest.approx(-(1 - 0.025 ** (1 / n)), rel=0.03)
+    assert high == pytest.approx(-low, rel=0.03)
+
+
+def test_p_values_agree_with_the_interval():
+    values = np.random.default_rng(0).choice([-1.0, 0.0, 0.5], 300, p=[0.1, 0.85, 0.05])
+    bounds = mean_bounds(values, -1, 1)
+    low, high = bounds.interval(0.01)
+    assert bounds.p_at_most(low) == pytest.approx(0.01, abs=0.001)
+    assert bounds.p_at_least(high) == pytest.approx(0.01, abs=0.001)
+    assert bounds.p_at_most(-1.0) < 1e-4 < bounds.p_at_most(0.0)
+    assert low < values.mean() < high

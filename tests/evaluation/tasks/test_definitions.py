@@ -5,11 +5,12 @@ from quantkit.common.errors import UsageError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import (
     ABSENT,
+    Problem,
     find_setting,
     find_task,
-    protocols,
     task_names,
 )
+from quantkit.evaluation.tasks.prompts import render, sample_seed
 
 TASKS = task_names()
 
@@ -55,31 +56,18 @@ def test_overrides_win_and_greedy_repeats_are_refused():
     assert find_setting(task, "lm-eval").generation.stop == ("Question:", "</s>", "<|im_end|>")
 
 
-def test_what_is_missing_is_named():
-    with refused("aime24, aime25"):
-        find_task("aime23")
-    with refused("r1, r1-0528, report, evalscope"):
-        find_setting(find_task("gsm8k"), "helm")
-    with refused("does not define protocol lm-eval"):
-        find_setting(find_task("tiny-math"), "lm-eval")
-    assert {"r1", "r1-0528", "report", "evalscope", "lm-eval"} <= set(protocols())
-
-
 def test_r1_0528_is_what_its_card_says():
     for name in TASKS:
-        setting = find_setting(find_task(name), "r1-0528")
-        assert (setting.repeats, setting.prompt) == (16, find_setting(find_task(name), "r1").prompt)
+        task = find_task(name)
+        setting = find_setting(task, "r1-0528")
+        assert (setting.repeats, setting.prompt) == (16, find_setting(task, "r1").prompt)
         if not name.startswith("tiny-math"):
-            assert (
-                setting.generation.temperature,
-                setting.generation.top_p,
-                setting.generation.max_tokens,
-            ) == (0.6, 0.95, 65536)
-    report = find_setting(find_task("aime24"), "report")
-    assert (report.repeats, report.prompt) == (
-        1,
-        find_setting(find_task("aime24"), "evalscope-1.0.1").prompt,
+            told = setting.generation
+            assert (told.temperature, told.top_p, told.max_tokens) == (0.6, 0.95, 65536)
+    report, other = (
+        find_setting(find_task("aime24"), one) for one in ("report", "evalscope-1.0.1")
     )
+    assert (report.repeats, report.prompt) == (1, other.prompt)
 
 
 def test_a_new_task_is_one_file(tmp_path):
@@ -93,3 +81,47 @@ def test_a_new_task_is_one_file(tmp_path):
     file.write_text(file.read_text() + "surprise: 1\n")
     with refused("surprise"):
         find_task(str(file))
+
+
+def test_r1_asks_the_published_sentence_and_no_system_prompt():
+    prompt = render(
+        find_setting(find_task("aime24"), "r1"),
+        Problem("1", {"problem": "x?", "answer": "1"}),
+        [],
+        5,
+    )
+    assert prompt.messages == (
+        {
+            "role": "user",
+            "content": "x?\n\nPlease reason step by step, and put your final answer within "
+            "\\boxed{}.",
+        },
+    )
+    assert prompt.think
+    assert prompt.seed == 5
+
+
+def test_shots_of_the_same_group_only():
+    setting = find_setting(find_task("mmlu_pro"), "lm-eval")
+    shot = {
+        "problem": "q",
+        "options": ["a", "b"],
+        "cot": "A: Let's think step by step. The answer is (A).",
+    }
+    shots = [shot | {"group": group} for group in ["law"] * 5 + ["math"] * 4]
+    problem = Problem(
+        "1", {"problem": "Q", "options": ["x", "y"], "answer": "A", "group": "law"}, group="law"
+    )
+    assert "Answer: Let's think step by step. The answer is (A)." in (
+        render(setting, problem, shots, 0).text or ""
+    )
+    with refused("needs 5 shots and has 4"):
+        render(setting, Problem("1", problem.fields, group="math"), shots, 0)
+
+
+def test_seeds_differ_by_problem_and_repeat_and_come_back():
+    seeds = {sample_seed(0, problem, repeat) for problem in "abc" for repeat in range(4)}
+    assert len(seeds) == 12
+    assert sample_seed(0, "a", 0) != sample_seed(1, "a", 0)
+    assert sample_seed(3, "a", 2) == sample_seed(3, "a", 2)
+    assert all(0 <= seed < 2**31 for seed in seeds)

@@ -110,10 +110,11 @@ def hub(request, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hubs)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setenv("QUANTKIT_HUB", request.param)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
-        monkeypatch.setenv(name, url)
+    named = dict.fromkeys(("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"), url)
+    for name, value in (
+        named | {"QUANTKIT_HUB": request.param, "XDG_CACHE_HOME": tmp_path}
+    ).items():
+        monkeypatch.setenv(name, str(value))
     yield request.param
     server.shutdown()
     server.server_close()

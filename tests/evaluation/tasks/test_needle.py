@@ -1,11 +1,8 @@
 """Texts with hidden numbers, counted by real tokenizers."""
 
-import json
-
 import pytest
-from commands import command
+from commands import typed
 from graded import graded
-from refused import refused
 
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
@@ -27,12 +24,6 @@ def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone():
         assert row["length"] - 20 < row["tokens"] == words(row["problem"]) <= row["length"]
 
 
-@pytest.mark.parametrize(("kind", "length"), [("single", 30), ("multikey", 60)])
-def test_a_needle_without_room_is_refused(kind, length):
-    with refused(f"a {kind} text has no room in {length} tokens"):
-        list(needle_rows(words, [length], [kind], 1, 0))
-
-
 def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind_says():
     for row in needle_rows(words, [2000], list(KINDS), 5, 3):
         text = row["problem"]
@@ -44,28 +35,20 @@ def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind
 
 
 def test_the_command_makes_what_the_task_reads(tmp_path):
-    asked = f"needle tiny-r1 --out {tmp_path}/needle/test.jsonl --lengths 512,4k --count 2"
-    made = command(*asked.split())
+    made = typed(f"needle tiny-r1 --out {tmp_path}/needle/test.jsonl --lengths 512,4k --count 2")
     assert made.code == 0, made.err
     setting = find_setting(find_task("needle"), "r1", repeats=1)
-    found = problems(
-        setting, find_grader(setting.grader), read_rows("needle", setting.task.data, tmp_path).rows
-    )
-    assert {problem.group for problem in found} == {
-        f"{length} {kind}" for length in (512, 4096) for kind in KINDS
-    }
-    row = json.loads((tmp_path / "needle/test.jsonl").read_text().splitlines()[-1])
-    assert 4096 - 60 < row["tokens"] <= 4096
+    rows = read_rows("needle", setting.task.data, tmp_path).rows
+    groups = {problem.group for problem in problems(setting, find_grader(setting.grader), rows)}
+    assert groups == {f"{length} {kind}" for length in (512, 4096) for kind in KINDS}
+    assert 4096 - 60 < rows[-1]["tokens"] <= 4096
     assert setting.generation.temperature == 0
-    missing = command("needle", "no/such-model", "--out", str(tmp_path / "x.jsonl"))
-    assert (missing.code, "is not a folder here" in missing.error) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         ("1234567", "right"),
-        ("It is 1234567.", "right"),
         ("1234567 or 7654321", "wrong"),
         ("7654321", "wrong"),
         ("I forgot.", "no-answer"),
