@@ -4,7 +4,7 @@ state is of the tokens before."""
 import make_model
 import pytest
 import torch
-from engines import capture, completions, load
+from engines import capture, check_same_answers, completions, in_place, load
 from refused import refused
 
 from quantkit import Engine, SamplingParams
@@ -42,94 +42,64 @@ def model(request, tmp_path_factory):
     return make_model.write_dense(tmp_path_factory.mktemp("models") / "next", config, tensors)
 
 
-def answers(model, budget=None, **options):
-    engine = load(model, **{"max_model_len": 128} | options)
-    if budget is not None:
-        engine.scheduler.budget = budget
-    yield from generated(engine)
-    engine.close()
-
-
 def generated(engine):
-    for one in completions(engine, PROMPTS, PARAMS):
-        yield one.token_ids, [token.logprob for token in one.logprobs or []]
+    found = [
+        (one.token_ids, [token.logprob for token in one.logprobs or []])
+        for one in completions(engine, PROMPTS, PARAMS)
+    ]
     assert sorted(engine.scheduler._free_states) == [1, 2, 3, 4], "every place was given back"
+    return found
 
 
 def same(found, expected):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    torch.testing.assert_close(
-        torch.tensor([one for _, one in found]),
-        torch.tensor([one for _, one in expected]),
-        atol=2e-2,
-        rtol=0,
-    )
+    ours, theirs = (torch.tensor([one for _, one in side]) for side in (found, expected))
+    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
 
 
 def test_answers_are_those_of_the_whole_text(model):
     """Log-probabilities of the engine's tokens, of one forward over each whole text; keys and
     values are 16-bit in the engine."""
     loaded = load_model(model, device="cpu", dtype="float32")
-    for prompt, (tokens, found) in zip(PROMPTS, list(answers(model))):
+    for prompt, (tokens, found) in zip(PROMPTS, generated(load(model, max_model_len=128))):
+        ids, chosen = torch.tensor(prompt + tokens), torch.tensor(tokens)[:, None]
         with torch.inference_mode():
-            hidden = loaded.model(
-                torch.tensor(prompt + tokens), CausalContext([len(prompt) + len(tokens)])
-            )
+            hidden = loaded.model(ids, CausalContext([len(ids)]))
             expected = loaded.model.logits(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
-        torch.testing.assert_close(
-            torch.tensor(found),
-            expected.gather(1, torch.tensor(tokens)[:, None])[:, 0],
-            atol=2e-2,
-            rtol=0,
-        )
+        expected = expected.gather(1, chosen)[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("budget", "options"),
-    [
-        (StepBudget(16, 16), {}),
-        (StepBudget(24, 8, mixed=True), {}),
-        (None, {"cache_tokens": 192}),
-        (None, {"measure_steps": True}),
-    ],
-    ids=["chunks", "mixed", "preempted", "measured"],
-)
-def test_answers_do_not_depend_on_how_they_are_computed(model, budget, options):
-    same(list(answers(model, budget, **options)), list(answers(model)))
-
-
-def test_prompts_are_captured_with_their_states(model, monkeypatch):
-    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 0)
-    engine = capture(load(model, max_model_len=128))
-    engine.scheduler.budget = StepBudget(24, 8, mixed=True)
-    same(list(generated(engine)), list(answers(model)))
-    assert (engine.runner.prefill_runner.num_captured > 2) != engine.cache.prefills_per_sequence
+def test_answers_do_not_depend_on_how_they_are_computed(model):
+    check_same_answers(model, (False, {"measure_steps": True}))
 
 
 def test_a_pass_may_be_computed_again(model, monkeypatch):
     """A layer fails after others have written their states: each sequence is computed alone then.
-    And a captured step is computed first to compile it."""
-    expected = list(answers(model))
-    engine = load(model, max_model_len=128)
+    And a captured step is computed first to compile it; prompts are captured, too."""
+    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 0)
+    expected, engine = generated(load(model, max_model_len=128)), load(model, max_model_len=128)
     layer, calls = engine.loaded.model.layers[2], [0]
     attend = layer.attention
 
     def failing(*given):
         calls[0] += 1
-        if calls[0] in (2, 9):
+        if calls[0] == 2:
             raise RuntimeError("out of memory")
         return attend(*given)
 
-    monkeypatch.setattr(layer, "attention", failing)
-    same(list(generated(engine)), expected)
-    monkeypatch.undo()
+    with monkeypatch.context() as broken:
+        broken.setattr(layer, "attention", failing)
+        same(generated(engine), expected)
+    assert calls[0] > 2
 
     def compiled(step, lengths):
         step()
-        return step
+        return in_place(step, lengths)
 
-    capture(engine, compiled)
-    same(list(generated(engine)), expected)
+    capture(engine, compiled).scheduler.budget = StepBudget(24, 8, mixed=True)
+    same(generated(engine), expected)
+    assert (engine.runner.prefill_runner.num_captured > 2) != engine.cache.prefills_per_sequence
 
 
 def test_what_cannot_be_shared_or_guessed_is_refused(model):

@@ -13,18 +13,10 @@ import transformers
 from plain_weights import PlainWeights
 from refused import refused
 from tiny_models import CASES as TABLES
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, TABLE
 from transformers_peers import (
     CASES,
-    COMPRESSED,
-    FLASH_NEXT,
-    GATED,
-    LATENT,
-    POOLED,
-    QWEN_3_5,
-    QWEN_3_5_DENSE,
     SHARED,
-    SPARSE,
     checkpoint_tensors,
     glm5_next,
     hy_v4,
@@ -37,20 +29,10 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
-SIZES = {
-    "latent": LATENT,
-    "sparse": SPARSE,
-    "compressed": COMPRESSED,
-    "pooled": POOLED,
-    "gated": GATED,
-    "flash_next": FLASH_NEXT,
-    "qwen_3_5": QWEN_3_5,
-    "qwen_3_5_dense": QWEN_3_5_DENSE,
-}
 BASES = {
     name: (CASES[name][0], {**CASES[name][1], "mlp_only_layers": [], **extra})
     if isinstance(extra, dict)
-    else (extra[0], {**SIZES[extra[1]], **extra[2]})
+    else (extra[0], {**TABLE["parts"][extra[1]], **extra[2]})
     for name, extra in TABLES["fields_of"].items()
 }
 NOT_OF_THE_MODEL = set(TABLES["fields_not_of_the_model"])

@@ -19,7 +19,6 @@ from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.planning.devices import Devices, read_devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
-from quantkit.quantization import quantize
 
 CUT = 4
 
@@ -141,17 +140,9 @@ def test_output_bytes_are_those_written(tmp_path, scheme):
 
 
 def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint, tmp_path):
-    scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
+    recipe = Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
     planned = made(tiny_checkpoint, engine="vllm-ascend", recipe=recipe)
-    report = quantize(
-        tiny_checkpoint,
-        tmp_path / "out",
-        scheme,
-        "auto",
-        recipe,
-        engine="vllm-ascend",
-        device="cpu",
-    )
+    report = quantized(tiny_checkpoint, tmp_path / "out", recipe, engine="vllm-ascend")
     assert (planned.format, planned.output_bytes) == (report.format, report.output_bytes)
     assert planned.output_bytes != made(tiny_checkpoint, recipe=recipe).output_bytes
 
@@ -164,10 +155,9 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path):
     report = quantized(source, tmp_path / "out", load_recipe("rtn-w4a16"))
     assert planned["output_bytes"] == report.output_bytes
     assert not planned["fits"], "4 GiB are reserved"
-    assert planned["devices"]["cache_tokens"] is None
-    assert (
-        planned["output_bytes"] / 2 < planned["devices"]["weight_bytes"] < planned["output_bytes"]
-    ), "what is not quantized is on both"
+    devices, written = planned["devices"], planned["output_bytes"]
+    assert devices["cache_tokens"] is None
+    assert written / 2 < devices["weight_bytes"] < written, "what is not quantized is on both"
 
 
 def test_workspaces_of_ascend_are_counted():
@@ -239,25 +229,21 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_sourc
 def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source):
     """--devices were ignored with --layout: 64 devices held what 32 do."""
 
-    def laid_out(layout, devices):
-        found = made(
-            cut_source, "int8-a8w8c16", engine="vllm-ascend", layout=layout, devices=devices
-        ).layout
-        return found
+    def laid_out(devices):
+        asked = {"engine": "vllm-ascend", "layout": "four-boxes", "devices": devices}
+        return made(cut_source, "int8-a8w8c16", **asked).layout
 
-    own, wide, small = (laid_out("four-boxes", devices) for devices in (None, "16", "8x32GiB"))
-    assert (own.devices, wide.devices, small.devices) == (
-        {"server": 32},
-        {"server": 64},
-        {"server": 32},
-    )
-    assert (own.memory_gib, wide.memory_gib, small.memory_gib) == (64, 64, 32)
+    own, wide, small = map(laid_out, (None, "16", "8x32GiB"))
+    assert [one.devices["server"] for one in (own, wide, small)] == [32, 64, 32]
+    assert [one.memory_gib for one in (own, wide, small)] == [64, 64, 32]
     assert wide.memory["server"].weight_bytes < own.memory["server"].weight_bytes
     assert small.memory["server"].usable_bytes < own.memory["server"].usable_bytes
-    with refused("four-boxes is for machines of 8 devices"):
-        laid_out("four-boxes", "5")
-    with refused("there is no deployment recipe for vllm-ascend on cuda"):
-        laid_out("four-boxes", "8xH100")
+    for devices, told in (
+        ("5", "four-boxes is for machines of 8 devices"),
+        ("8xH100", "there is no deployment recipe for vllm-ascend on cuda"),
+    ):
+        with refused(told):
+            laid_out(devices)
 
 
 def test_a_layout_that_cannot_be_split_so_does_not_fit():
@@ -267,14 +253,6 @@ def test_a_layout_that_cannot_be_split_so_does_not_fit():
     assert "which 8 ranks cannot share in steps of" in told
     on_two = made("tiny-r1", "int8-a8w8c16", engine="vllm", layout="two-boxes", devices="2xH100")
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
-
-
-def test_the_command_prints_a_layout(r1_source):
-    told = typed(
-        f"plan {r1_source.path} --scheme int8-a8w8c16 --engine vllm-ascend "
-        "--layout disaggregated-384"
-    )
-    assert "decode, 144 devices of 64 GiB" in told.out + told.err
 
 
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint):
