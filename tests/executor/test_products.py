@@ -65,14 +65,3 @@ def test_ranks_have_their_part(tmp_path):
     assert half.experts == (ExpertsSize("int4", 256, 64, 4, 2),)
     with refused("3 ranks cannot share evenly"):
         products(checkpoint, 3)
-
-
-def test_linears_of_16_bits_are_among_them_and_their_experts_are_not(tmp_path):
-    """Experts of 16 bits have no plans to choose among; the head and the router are no linears of a
-    layer."""
-    source = make_model.write_dense(
-        tmp_path / "source", CONFIGS["qwen3_moe"], random_tensors(CONFIGS["qwen3_moe"])
-    )
-    found = products(Checkpoint.open(source), 2)
-    assert found.linears == (LinearSize("dense", 256, 256), LinearSize("dense", 256, 128))
-    assert found.experts == ()
