@@ -79,6 +79,10 @@ def test_a_linear_is_the_product_of_both_as_they_were_rounded(stacked, monkeypat
     assert distance(found, exact) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="without a device torch 2.10 knows NVFP4 with a second scale only",
+)
 def test_torch_takes_what_the_product_is_given():
     """Its own rules for the shapes, without a device."""
     weight, x = (
