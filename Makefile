@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-aarch64 test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router test-launch-formats mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
+.PHONY: demo real wheel test test-numbers test-long check-long test-families lint test-ascend test-aarch64 check-aarch64 test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients test-router test-launch-formats mutants mutants-ascend acceptance-npu ascendc test-datasets clean gallery demo-real
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -95,6 +95,11 @@ test-aarch64:
 	set -e; for flags in "" "-march=armv8.2-a+dotprod" "-march=armv8.2-a+dotprod+i8mm"; do \
 	$(AARCH64_GXX) $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp kernels/quantkit_kernels/cpu/int8.cpp out/aarch64/*.o; \
 	qemu-aarch64-static -cpu max out/aarch64/products; done
+
+# quantkit itself there: its wheel with that of torch, under qemu-user in a Debian root, quantizes and answers as here. By root.
+check-aarch64: $(VENV)/test.stamp
+	command -v debootstrap qemu-aarch64-static > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends debootstrap qemu-user-static; }
+	PYTHON=$(BIN)/python bash tests/judges/aarch64.sh out/aarch64/root
 
 # Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.
 test-triton: .venv-triton/stamp
