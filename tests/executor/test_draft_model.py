@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import make_model
 import pytest
+import torch
 from engines import finish, in_place, note
 from forked_ranks import run_ranks
 from guessed_models import (
@@ -26,7 +27,7 @@ from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner.prefill_tuner import StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.draft_model import load_draft, make_drafter
+from quantkit.executor.speculation.draft_model import VocabAdapter, load_draft, make_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 
@@ -202,6 +203,26 @@ def test_its_cache_is_planned(models):
     held = engine.speculation.drafter.steps.cache.nbytes
     assert held == engine.cache.nbytes / 2
     assert held == engine.plan.num_blocks * 64 * draft.cache_token_bytes
+
+
+@pytest.mark.parametrize(("vocab", "known"), [(300, 320), (352, 320)])
+def test_ids_that_one_model_lacks(models, vocab, known):
+    seen = []
+    loaded = load_model(models["llama"], device="cpu", dtype="float32")
+
+    def forward(token_ids, context, rows):
+        seen.append(token_ids)
+        return token_ids
+
+    forward.embedding, forward.logits, forward.width = (
+        loaded.model.embedding,
+        loaded.model.logits,
+        64,
+    )
+    model = VocabAdapter(forward, vocab)
+    model(torch.tensor([5, vocab - 1]), None)
+    assert seen[0].tolist() == [5, min(vocab, known) - 1]
+    assert model.logits(torch.zeros(2, 64)).shape == (2, min(vocab, known))
 
 
 def test_other_tokens_are_refused(models, tmp_path):

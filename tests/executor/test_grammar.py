@@ -4,6 +4,7 @@ too much of one, is refused."""
 import json
 import re
 
+import numpy as np
 import pytest
 from engines import completions, load
 from refused import refused
@@ -157,6 +158,18 @@ def test_a_grammar_that_begins_behind_a_token(engine):
     (done,) = engine.generate([PROMPTS[0]], params)
     assert done.token_ids[:4] == free.token_ids
     assert done.text.endswith("ok!")
+    guide = engine.grammars.guide(grammar.regex("ab"), begin)
+    a, b = (engine.tokenizer.encode(one)[0] for one in "ab")
+    early = sorted(
+        {*range(320)} - engine.tokenizer.eos_ids
+    )  # an answer does not end before its grammar begins
+    assert len(early) < 320
+    assert allowed(guide, [a, begin, a, a, b]) == [early, early, [a], [b], None, None]
+    assert allowed(guide, [a, a]) == [early] * 3
+    assert allowed(guide, []) == [early], "looking ahead changed something"
+    guide.advance(begin)
+    assert allowed(guide, []) == [[a]]
+    assert allowed(guide, [a, b])[:2] == [[a], [b]]
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
@@ -177,6 +190,17 @@ def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint, 
     assert done.text.endswith("ok!")
     assert done.finish_reason == "stop"
     assert end in done.token_ids
+
+
+def allowed(guide, drafts):
+    """Tokens that may come behind each; None where any may."""
+    bits = np.full((1 + len(drafts), guide.words), -1, dtype=np.int32)
+    guide.write(guide.new_executor(1), bits, 0, drafts)
+    found = [
+        [token for token in range(320) if row[token >> 5] >> (token & 31) & 1]
+        for row in bits.tolist()
+    ]
+    return [None if len(one) == 320 else one for one in found]
 
 
 LARGE = [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in range(12)]
