@@ -216,7 +216,7 @@ def in_order(g_idx: Tensor, count: int) -> bool:
     mean that too, as AutoGPTQ writes."""
     size = max(len(g_idx) // count, 1)
     return not bool(g_idx.any()) or torch.equal(
-        g_idx.long() - int(g_idx[0]), torch.arange(len(g_idx)) // size
+        g_idx.long() - int(g_idx[0]), torch.arange(len(g_idx), device=g_idx.device) // size
     )
 
 

@@ -239,3 +239,11 @@ def test_what_of_modelslim_is_not_read_is_named(kind, scale, named, tmp_path):
     codes = torch.zeros(N, K, dtype=torch.int8)
     with refused(named):
         slim(tmp_path, kind, {"weight": codes, "weight_scale": torch.ones(scale)}, version="1.0.0")
+
+
+def test_the_order_of_a_gptq_index_is_looked_at_on_the_device_that_holds_it():
+    """GPTQModel writes every index; weights are decoded on a GPU."""
+    index = torch.arange(K) // 64
+    with torch.device("meta"):
+        assert gptq.in_order(index.int(), 2)
+        assert not gptq.in_order(index.flip(0).int(), 2)
