@@ -1,5 +1,6 @@
-"""Quality at the same bits: quantkit next to llm-compressor and AutoRound on several models, one set
-of calibration tokens, one evaluator; on GPUs and many cores, most wanted first, until time is up.
+"""Quality at the same bits: quantkit next to llm-compressor, AutoRound, ModelOpt and GPTQModel on
+several models, one set of calibration tokens, one evaluator; on GPUs and many cores, most wanted
+first, until time is up.
 
     python benchmarks/quality.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--cards 0,1]
         [--gpu KIND=N,...] [--cpu 4] [--variants FILE]
@@ -32,8 +33,8 @@ from core import about, numbers, parser, print_about, words
 
 HERE = Path(__file__).parent
 PEERS = {
-    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-nearest"),
-    "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-nearest"),
+    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-modelopt", "w4-gptaq", "w4-nearest"),
+    "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-modelopt", "fp4-nearest"),
     "int8-a8w8c16": ("int8-smooth-gptq", "int8-200", "int8-gptq", "int8-nearest"),
     "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
     "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
@@ -45,6 +46,7 @@ STRONGEST = {
 }
 """AutoRound's second version, its own AWQ first, and five times its iterations: of the first seed
 alone."""
+PACKAGES = {"modelopt": "modelopt", "gptaq": "gptqmodel"}
 ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
 """Methods that one core finishes in a minute or two."""
 
@@ -68,7 +70,8 @@ class QualityJob:
     def kind(self) -> str:
         if self.name.startswith("quantkit"):
             return "quantkit"
-        return "autoround" if self.name.rpartition("-")[2].isdigit() else "llmcompressor"
+        method = self.name.rpartition("-")[2]
+        return "autoround" if method.isdigit() else PACKAGES.get(method, "llmcompressor")
 
     @property
     def on_cpu(self) -> bool:

@@ -1,11 +1,12 @@
-"""Others' quantizers, in their own environment: one run of llm-compressor or of AutoRound.
+"""Others' quantizers, in their own environment: one run of one of them.
 
-    python benchmarks/quality_peers.py llmcompressor|autoround MODEL TOKENS.json RECIPE OUT
+    python benchmarks/quality_peers.py llmcompressor|autoround|modelopt|gptqmodel MODEL TOKENS.json RECIPE OUT
 
 MODEL is a BF16 checkpoint of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, TOKENS a list of lists of
 token ids. quality_worker.py calls the same functions for many runs.
 """
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -164,7 +165,6 @@ GRIDS = {
     "int8": {"bits": 8, "group_size": -1, "sym": True, "data_type": "int", **INT8_TOKENS},
     "w4a8": {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", **INT8_TOKENS},
 }
-KEPT = ("lm_head", "kv_b_proj", "mlp.gate")
 
 
 def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
@@ -218,12 +218,78 @@ def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     config.pop("quantization_config", None)  # of what was rounded; the values are plain
     (out / "config.json").write_text(json.dumps(config))
-    (out / "activations.json").write_text(
-        json.dumps({"bits": GRIDS[grid].get("act_bits", 16), "kept": KEPT})
-    )
+    _note_activations(out, GRIDS[grid].get("act_bits", 16))
 
 
-PEERS = {"llmcompressor": llm_compressor, "autoround": auto_round}
+def _note_activations(out: Path, bits: int) -> None:
+    note = {"bits": bits, "kept": ("lm_head", "kv_b_proj", "mlp.gate")}
+    (out / "activations.json").write_text(json.dumps(note))
+
+
+# --- ModelOpt and GPTQModel
+
+
+def model_opt(source: Path, tokens: Path, recipe: str, out: Path) -> None:
+    """w4-modelopt and fp4-modelopt, by ModelOpt's AWQ with its clipping (awq_full): symmetric int4
+    in the groups of `group_size`, and NVFP4 weights with 16-bit activations. OUT is a BF16
+    checkpoint of the decoded values. All lists of tokens have one length."""
+    import modelopt.torch.quantization as mtq
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device).eval()
+    weights = {"w4": mtq.INT4_AWQ_CFG, "fp4": mtq.W4A16_NVFP4_CFG}[recipe.partition("-")[0]]
+    config = {**copy.deepcopy(weights), "algorithm": "awq_full"}
+    for rule in config["quant_cfg"]:
+        sizes = rule.get("cfg", {}).get("block_sizes", {})
+        if sizes.get(-1) == 128:
+            sizes[-1] = group_size(model)
+    ids = json.loads(tokens.read_text())
+    length = min(map(len, ids))
+    batches = torch.tensor([one[:length] for one in ids]).split(8)
+
+    @torch.no_grad()
+    def forward(model: Any) -> None:
+        for batch in batches:
+            model(batch.to(device))
+
+    mtq.quantize(model, config, forward)
+    mtq.fold_weight(model, keep_attrs=True)
+    decoded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    for name, module in model.named_modules():
+        if hasattr(module, "input_quantizer") and name != "lm_head":
+            scale = getattr(module.input_quantizer, "pre_quant_scale", None)
+            weight = module.weight.float() * (1 if scale is None else scale.float())
+            decoded.get_submodule(name).weight.data = weight.bfloat16().cpu()
+    decoded.save_pretrained(out)
+    PreTrainedTokenizerFast.from_pretrained(source).save_pretrained(out)
+    _note_activations(out, 16)
+
+
+def gptq_model(source: Path, tokens: Path, recipe: str, out: Path) -> None:
+    """w4-gptaq, by GPTQModel's GPTAQ: symmetric int4 in the groups of `group_size`, columns in
+    order, in GPTQ's format."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.config import GPTAQConfig
+    from transformers import AutoModelForCausalLM
+
+    size = group_size(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
+    config = QuantizeConfig(bits=4, group_size=size, desc_act=False, gptaq=GPTAQConfig())
+    model = GPTQModel.load(str(source), config)
+    data = [
+        {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one)).long()}
+        for one in json.loads(tokens.read_text())
+    ]
+    model.quantize(data, batch_size=1)  # of more, GPTAQ mixes sequences up
+    model.save(str(out))
+
+
+PEERS = {
+    "llmcompressor": llm_compressor,
+    "autoround": auto_round,
+    "modelopt": model_opt,
+    "gptqmodel": gptq_model,
+}
 
 
 def main() -> None:

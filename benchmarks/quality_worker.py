@@ -1,6 +1,6 @@
 """A process of quality.py that stays for many runs: python quality_worker.py KIND LOG
 
-KIND is quantkit, llmcompressor, autoround or score; each imports what it needs once. Reads a job as
+KIND is quantkit, score or a peer of quality_peers.py; each imports what it needs once. Reads a job as
 one JSON line from its standard input and answers with one JSON line on its standard output; what
 else is printed goes to LOG.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core import parser
+from quality_peers import PEERS
 
 HEADROOMS = (1, 2, 4, 8)
 """Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with
@@ -51,8 +52,6 @@ def quantkit_runs() -> Callable[[Job], Job]:
 
 
 def peer_runs(kind: str) -> Callable[[Job], Job]:
-    from quality_peers import PEERS
-
     def run(job: Job) -> Job:
         PEERS[kind](Path(job["source"]), Path(job["tokens"]), job["recipe"], Path(job["out"]))
         return {}
@@ -118,7 +117,7 @@ def scores() -> Callable[[Job], Job]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("kind", choices=("quantkit", "llmcompressor", "autoround", "score"))
+    options.add_argument("kind", choices=("quantkit", "score", *PEERS))
     options.add_argument("log", type=Path)
     given = options.parse_args()
     kind, log = given.kind, os.open(given.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
