@@ -1,12 +1,61 @@
 """What the host does between two steps: tables written once, texts read while the device
 computes."""
 
+import random
+from collections import Counter
+
 import pytest
 from engines import finish, load, note
 
 from quantkit import SamplingParams
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.sequence import Sequence
+
+
+def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
+    """Of sequences that grow, whose blocks come when they are needed or earlier, that are computed
+    again in other blocks, or end."""
+    engine = load(tiny_checkpoint, max_model_len=512)
+    draw, size, anew = random.Random(3), engine.cache.block_size, Runner.rows
+    made, params = Counter(), SamplingParams(max_new_tokens=4000, ignore_eos=True)
+    note(monkeypatch, Runner, "rows", lambda *_: made.update(["anew"]))
+
+    def sequence(index):
+        one = Sequence(
+            index,
+            [draw.randrange(9)] * draw.randrange(1, 3 * size),
+            params,
+            engine.tokenizer,
+            4096,
+            streams=False,
+        )
+        one.state, one.num_cached = index, len(one.token_ids) - 1
+        return one
+
+    running = [sequence(index) for index in range(4)]
+    for step in range(300):
+        if step % 37 == 36:
+            running[draw.randrange(4)] = sequence(step)
+        if step % 23 == 22:
+            running[0].blocks = []
+            running = [*running[1:], running[0]]
+        for one in running:
+            missing = -(-(len(one.token_ids) + draw.randrange(9)) // size) - len(one.blocks)
+            one.blocks += [draw.randrange(1, 99) for _ in range(missing)]
+        found = engine.runner._decode_rows(running, 4)
+        expected = anew(
+            engine.runner,
+            [one.token_ids[-1] for one in running],
+            [(one, one.num_cached) for one in running],
+        )
+        for name in ("token_ids", "positions", "slots", "states"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
+        assert engine.runner._decode_batch.counts == [(one, 1) for one in running], step
+        for row, one in enumerate(running):
+            needed = one.num_cached // size + 1
+            assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
+            one.append(draw.randrange(99), 1.0)
+    assert 0 < made["anew"] < 100, "most steps kept them"
 
 
 def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_checkpoint):
