@@ -18,14 +18,17 @@ from made_weights import QWEN3_8B, QWEN3_30B_A3B, QWEN3_NEXT_80B
 from make_model import write_dense
 from safetensors import safe_open
 from safetensors.torch import save_file
-from word_tokenizer import write_word_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.stacked_experts import is_expert_tensor
+from quantkit.evaluation.speed.endpoint import WORDS
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
 
+_SPECIAL = ("<s>", "</s>")
+_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _PUBLISHED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -272,3 +275,25 @@ def repeat_layers(one, out, config, kinds):
         (out / name).write_bytes((one / name).read_bytes())
     written = json.loads((one / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(written | config, indent=2))
+
+
+def write_word_tokenizer(path, vocab_size):
+    """tokenizer.json and its settings, in place of those that are there: a token for each word of
+    `quantkit bench`'s prompts, so that a prompt has the length asked for, and a word for every
+    other id, so that each token of an answer arrives as text."""
+    names = [*_SPECIAL, *WORDS]
+    names += [f"w{number}" for number in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[-1])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _SPECIAL[0],
+        "eos_token": _SPECIAL[1],
+        "pad_token": _SPECIAL[1],
+        "unk_token": names[-1],
+        "chat_template": _TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

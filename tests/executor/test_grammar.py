@@ -219,7 +219,7 @@ LARGE = [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in rang
         (grammar.regex, "(" * 70 + ")" * 70, "brackets"),
         (grammar.json_schema, {"a": "x" * 200_000}, "characters"),
     ],
-    ids=lambda one: str(one)[:40],
+    ids=lambda one: getattr(one, "__name__", str(one))[:40],
 )
 def test_what_is_no_grammar_is_refused(engine, make, given, said):
     with refused(said):
