@@ -6,7 +6,7 @@ place of gptq (docs/python.md, "A method of your own").
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -49,6 +49,15 @@ def check_methods(methods: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if len(rounding) > 1:
         raise ValueError(f"{' and '.join(rounding)} both round: keep one")
     return methods
+
+
+class SequenceSizes(TypedDict):
+    """What `load_sequences` takes of a recipe."""
+
+    samples: int
+    held_out: int
+    seq_len: int
+    seed: int
 
 
 class Recipe(Strict):
@@ -134,6 +143,12 @@ class Recipe(Strict):
         le=1,
         description="share of the weights of an unknown architecture that must be quantized",
     )
+
+    @property
+    def sizes(self) -> SequenceSizes:
+        return SequenceSizes(
+            samples=self.samples, held_out=self.held_out, seq_len=self.seq_len, seed=self.seed
+        )
 
     def with_given(self, **values: object) -> "Recipe":
         """The recipe with those of the values that are not None. Raises QuantkitError for an

@@ -330,18 +330,9 @@ def measured_documents(source: Path, recipe: Recipe) -> tuple[list[Any], str]:
     """Documents of the calibration text that the run did not use; if none are left, those that
     it held out."""
     taken = recipe.samples + recipe.held_out
-    options: dict[str, Any] = {
-        "samples": recipe.samples,
-        "seq_len": recipe.seq_len,
-        "seed": recipe.seed,
-    }
-    recipe = with_own_text(recipe)
-    more = load_sequences(
-        recipe.calibration,
-        ChatTokenizer(source),
-        held_out=recipe.held_out + DOCUMENTS,
-        **options,
-    )
+    recipe, tokenizer = with_own_text(recipe), ChatTokenizer(source)
+    longer = recipe.with_given(held_out=recipe.held_out + DOCUMENTS)
+    more = load_sequences(recipe.calibration, tokenizer, **longer.sizes)
     every = [*more.calibration, *more.held_out]
     name = (
         more.summary.source
@@ -350,9 +341,7 @@ def measured_documents(source: Path, recipe: Recipe) -> tuple[list[Any], str]:
     )
     if len(every) >= taken + 2:
         return every[taken:], f"{name} that calibration did not take"
-    own = load_sequences(
-        recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options
-    )
+    own = load_sequences(recipe.calibration, tokenizer, **recipe.sizes)
     return own.held_out or own.calibration, f"{name}, held out while quantizing"
 
 

@@ -83,14 +83,7 @@ def _calibration_tokens(request: GoRequest) -> int | None:
     if source is None:
         return None
     recipe = with_own_text(request.recipe("awq-w4a16", source))
-    taken = load_sequences(
-        recipe.calibration,
-        ChatTokenizer(source),
-        samples=recipe.samples,
-        held_out=recipe.held_out,
-        seq_len=recipe.seq_len,
-        seed=recipe.seed,
-    )
+    taken = load_sequences(recipe.calibration, ChatTokenizer(source), **recipe.sizes)
     return sum(map(len, [*taken.calibration, *taken.held_out]))
 
 

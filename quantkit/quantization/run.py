@@ -485,16 +485,8 @@ def _calibrated_on(recipe: Recipe) -> str:
 def _sequences(
     source: Path, recipe: Recipe, text: str | Path | None, records: Sequence[Any] | None
 ) -> Sequences:
-    tokenizer = ChatTokenizer(source)
-    return load_sequences(
-        None if text is None else str(text),
-        tokenizer,
-        samples=recipe.samples,
-        held_out=recipe.held_out,
-        seq_len=recipe.seq_len,
-        seed=recipe.seed,
-        records=records,
-    )
+    path = None if text is None else str(text)
+    return load_sequences(path, ChatTokenizer(source), **recipe.sizes, records=records)
 
 
 def _fingerprint(

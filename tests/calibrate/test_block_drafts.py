@@ -6,13 +6,11 @@ import pytest
 import torch
 from block_heads import MODELS, block_after, write_with_head
 from quantized import quantized
-from small_recipe import SMALL
+from small_recipe import SMALL, sequences_of
 
-from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
-from quantkit.tokenizer.chat import ChatTokenizer
 
 
 def served(path, texts):
@@ -40,8 +38,7 @@ def test_accepted_lengths_are_those_of_both_models(name, tmp_path):
     recipe = Recipe(scheme="awq-w4a16", **SMALL)
     quantized(source, tmp_path / "out", recipe)
     report = json.loads((tmp_path / "out" / "report.json").read_text())["held_out"]
-    sizes = {name: getattr(recipe, name) for name in ("samples", "held_out", "seq_len", "seed")}
-    texts = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes).held_out
+    texts = sequences_of(recipe, source).held_out
     for path, key in ((source, "accepted_length_source"), (tmp_path / "out", "accepted_length")):
         found = served(path, texts)
         assert 1.05 < found < 3.9

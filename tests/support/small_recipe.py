@@ -18,11 +18,4 @@ SMALL = {
 
 def sequences_of(recipe, source):
     """What calibration by the recipe reads of its text, and what it holds out."""
-    return load_sequences(
-        recipe.calibration,
-        ChatTokenizer(source),
-        samples=recipe.samples,
-        held_out=recipe.held_out,
-        seq_len=recipe.seq_len,
-        seed=recipe.seed,
-    )
+    return load_sequences(recipe.calibration, ChatTokenizer(source), **recipe.sizes)

@@ -15,7 +15,7 @@ constexpr int kSums = 8;
 #endif
 constexpr int kMostRows = 8;
 
-// GCC makes numbers of a vector of bytes one by one where it is not told how.
+// Without intrinsics GCC converts a vector of bytes one by one.
 inline Vector whole_codes(const int8_t* from) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));

@@ -238,7 +238,7 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
     temperature 0 have those of temperature 1; their draw is not used."""
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     scaled = logits / temperature[:, None]
-    if logits.device.type != "cpu":  # a captured step has no branches, and sorts in no time
+    if logits.device.type != "cpu":  # a captured step has no branches, and a GPU sorts fast
         return _limited(scaled, batch)
     limited = (batch.top_k < logits.shape[1]) | (batch.top_p < 1) | (batch.min_p > 0)
     if limited.all():
