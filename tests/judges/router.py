@@ -45,7 +45,7 @@ class Double(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self._json(200, {"data": []})
+        self._json(200 if self.path != "/v1/models" or self._has_key() else 401, {"data": []})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
