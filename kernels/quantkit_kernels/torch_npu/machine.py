@@ -64,17 +64,17 @@ def versions() -> dict[str, str]:
     """By what they are of: torch, torch_npu, cann, driver, python, os, processor."""
     import torch_npu
 
-    release = Path("/etc/os-release")
-    names = (
-        re.findall(r'(?m)^PRETTY_NAME="?([^"\n]*)', release.read_text()) if release.exists() else []
-    )
+    try:
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:  # a container without /etc/os-release
+        system = platform.system()
     return {
         "torch": torch.__version__,
         "torch_npu": torch_npu.__version__,
         "cann": installed_cann(),
         "driver": version_in(DRIVER),
         "python": platform.python_version(),
-        "os": names[0] if names else platform.system(),
+        "os": system,
         "processor": platform.machine(),
     }
 
