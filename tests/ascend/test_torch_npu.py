@@ -163,22 +163,25 @@ def test_an_operator_that_does_not_run_is_named(operator, name, monkeypatch):
     assert reason == f"{name} does not run on cpu"
 
 
-def test_unusable_names_the_reason():
-    cpu = torch.device("cpu")
-    assert "bfloat16 and float16" in (
-        torch_npu.unusable("linear_int8", cpu, torch.float32, ()) or ""
-    )
-    assert "bfloat16 and float16" in (
-        torch_npu.unusable("experts_int8", cpu, torch.float32, ()) or ""
-    )
-    assert "multiples of 8, not 12" in (
-        torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or ""
-    )
-    assert torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((16, 64),)) is None
-    assert "does not run on cuda" in (
-        torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or ""
-    )
-    assert torch_npu.unusable("experts_dense", cpu, torch.float32, ()) is None
+@pytest.mark.parametrize(
+    ("operator", "device", "dtype", "shapes", "reason"),
+    [
+        ("linear_int8", "cpu", torch.float32, (), "bfloat16 and float16"),
+        ("experts_int8", "cpu", torch.float32, (), "bfloat16 and float16"),
+        ("linear_int4", "cpu", torch.bfloat16, ((12, 64),), "multiples of 8, not 12"),
+        ("linear_int4", "cpu", torch.bfloat16, ((16, 64),), ""),
+        ("rms_norm", "cuda", None, (), "does not run on cuda"),
+        ("experts_dense", "cpu", torch.float32, (), ""),
+        ("float32_linear", "cpu", None, (), "torch's own"),
+        ("mla_decode", "cpu", None, (), "torch_npu is not installed"),
+    ],
+)
+def test_unusable_names_the_reason(operator, device, dtype, shapes, reason, monkeypatch):
+    """In a torch_npu that has no operator of that name."""
+    monkeypatch.setitem(torch_npu.NEEDS, "mla_decode", ("npu_of_no_version",))
+    found = torch_npu.unusable(operator, torch.device(device), dtype, shapes) or ""
+    assert reason in found
+    assert bool(found) == bool(reason)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
