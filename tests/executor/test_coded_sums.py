@@ -122,3 +122,7 @@ def test_what_cannot_be_met_is_refused(asked, tp, device, told):
     with refused(told):
         codes_of_sums(asked, tp, device)
     assert codes_of_sums(None, tp, device) is None
+
+
+def test_a_processor_adds_in_fp8():
+    assert codes_of_sums("fp8", 2, CPU) == torch.float8_e4m3fn
