@@ -3,11 +3,13 @@ computes."""
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from engines import finish, load, note
 
 from quantkit import SamplingParams
+from quantkit.executor.runner import runner
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.sequence import Sequence
 
@@ -72,6 +74,24 @@ def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_chec
     found = engine.runner._decode_rows([one], 1)
     assert found.tables[0, 0] == 5
     assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
+
+
+@pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
+def test_what_an_npu_does_not_capture(tiny_checkpoint, monkeypatch, kind, made):
+    """Its attention wants lengths on the host, and prompts and draws have none of their own."""
+    loaded, captures = (load(tiny_checkpoint, max_batch=2, max_model_len=64).loaded, [])
+    monkeypatch.setattr(
+        runner, "DeviceCapture", lambda device: captures.append(object()) or captures[-1]
+    )
+    cache = SimpleNamespace(
+        device=SimpleNamespace(type=kind),
+        block_size=16,
+        read_in_place=False,
+        prefills_per_sequence=False,
+    )
+    found = Runner(loaded.model, cache)
+    assert len(captures) == len(made)
+    assert (found.prefill_runner._capture is None) == (kind == "npu")
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])

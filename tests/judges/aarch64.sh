@@ -13,7 +13,7 @@ if [ ! -e "$root/made" ]; then
   debootstrap --arch=arm64 --variant=minbase --foreign --include=python3,g++ bookworm "$root"
   for package in "$root"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
   # torch 2.10, as in vllm-ascend's container: newer wheels for aarch64 ask for CUDA's libraries. pip reads markers as this host's, so no dependencies.
-  platforms=(--platform manylinux2014_aarch64 --platform manylinux_2_{17,26,27,28,31}_aarch64)
+  platforms=(--platform=manylinux2014_aarch64 --platform=manylinux_2_{17,26,27,28,31}_aarch64)
   grep -vE '^(torch|mypy|ruff|librt|ast_serialize)==' constraints.txt > "$root/requirements.txt"
   "$python" -m pip install --quiet --no-deps --only-binary=:all: --python-version 3.11 --abi cp311 --abi abi3 --abi none \
     "${platforms[@]}" --target "$site" --requirement "$root/requirements.txt" torch==2.10.0
