@@ -10,6 +10,7 @@ tests=(tests/kernels/test_cpu_{int8,few_rows}.py tests/kernels/test_linear.py)
 
 if [ ! -e "$root/made" ]; then
   # Packages are unpacked and not configured, which would take longer and leave /proc and /sys mounted in DIR.
+  rm -rf --one-file-system "$root"
   debootstrap --arch=arm64 --variant=minbase --foreign --include=python3,g++ bookworm "$root"
   for package in "$root"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
   # torch 2.10, as in vllm-ascend's container: newer wheels for aarch64 ask for CUDA's libraries. pip reads markers as this host's, so no dependencies.
