@@ -1,6 +1,6 @@
-"""Quality at the same bits: quantkit next to llm-compressor, AutoRound, ModelOpt and GPTQModel on
-several models, one set of calibration tokens, one evaluator; on GPUs and many cores, most wanted
-first, until time is up.
+"""Quality at the same bits: quantkit next to llm-compressor, AutoRound and ModelOpt on several
+models, one set of calibration tokens, one evaluator; on GPUs and many cores, most wanted first,
+until time is up.
 
     python benchmarks/quality.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--cards 0,1]
         [--gpu KIND=N,...] [--cpu 4] [--variants FILE]
@@ -33,7 +33,7 @@ from core import about, numbers, parser, print_about, words
 
 HERE = Path(__file__).parent
 PEERS = {
-    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-modelopt", "w4-gptaq", "w4-nearest"),
+    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-modelopt", "w4-nearest"),
     "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-modelopt", "fp4-nearest"),
     "int8-a8w8c16": ("int8-smooth-gptq", "int8-200", "int8-gptq", "int8-nearest"),
     "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
@@ -46,7 +46,6 @@ STRONGEST = {
 }
 """AutoRound's second version, its own AWQ first, and five times its iterations: of the first seed
 alone."""
-PACKAGES = {"modelopt": "modelopt", "gptaq": "gptqmodel"}
 ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
 """Methods that one core finishes in a minute or two."""
 
@@ -71,7 +70,9 @@ class QualityJob:
         if self.name.startswith("quantkit"):
             return "quantkit"
         method = self.name.rpartition("-")[2]
-        return "autoround" if method.isdigit() else PACKAGES.get(method, "llmcompressor")
+        if method == "modelopt":
+            return method
+        return "autoround" if method.isdigit() else "llmcompressor"
 
     @property
     def on_cpu(self) -> bool:
@@ -329,13 +330,14 @@ class QualityMatrix:
 
 
 def peer_environment() -> Path:
-    """llm-compressor and AutoRound in an environment of its own, with the torch that the project is tested with;
+    """The peers in an environment of its own, with the torch that the project is tested with;
     made whole or not at all."""
     home = HERE.parent / ".venv-llmcompressor"
     done = home / "installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
-        wanted = ["llmcompressor==0.14.0.1", "transformers==5.17.0", "torch==2.13.0"]
+        wanted = ["llmcompressor==0.14.0.1", "nvidia-modelopt==0.47.0"]
+        wanted += ["transformers==5.17.0", "torch==2.13.0"]
         subprocess.run([str(home / "bin/pip"), "install", "-q", *wanted], check=True)
         subprocess.run(
             [str(home / "bin/pip"), "install", "-q", "--no-deps", "auto-round==0.16.1"], check=True

@@ -1,6 +1,6 @@
 """Others' quantizers, in their own environment: one run of one of them.
 
-    python benchmarks/quality_peers.py llmcompressor|autoround|modelopt|gptqmodel MODEL TOKENS.json RECIPE OUT
+    python benchmarks/quality_peers.py llmcompressor|autoround|modelopt MODEL TOKENS.json RECIPE OUT
 
 MODEL is a BF16 checkpoint of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, TOKENS a list of lists of
 token ids. quality_worker.py calls the same functions for many runs.
@@ -226,7 +226,7 @@ def _note_activations(out: Path, bits: int) -> None:
     (out / "activations.json").write_text(json.dumps(note))
 
 
-# --- ModelOpt and GPTQModel
+# --- ModelOpt
 
 
 def model_opt(source: Path, tokens: Path, recipe: str, out: Path) -> None:
@@ -266,30 +266,7 @@ def model_opt(source: Path, tokens: Path, recipe: str, out: Path) -> None:
     _note_activations(out, 16)
 
 
-def gptq_model(source: Path, tokens: Path, recipe: str, out: Path) -> None:
-    """w4-gptaq, by GPTQModel's GPTAQ: symmetric int4 in the groups of `group_size`, columns in
-    order, in GPTQ's format."""
-    from gptqmodel import GPTQModel, QuantizeConfig
-    from gptqmodel.quantization.config import GPTAQConfig
-    from transformers import AutoModelForCausalLM
-
-    size = group_size(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16))
-    config = QuantizeConfig(bits=4, group_size=size, desc_act=False, gptaq=GPTAQConfig())
-    model = GPTQModel.load(str(source), config)
-    data = [
-        {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one)).long()}
-        for one in json.loads(tokens.read_text())
-    ]
-    model.quantize(data, batch_size=1)  # of more, GPTAQ mixes sequences up
-    model.save(str(out))
-
-
-PEERS = {
-    "llmcompressor": llm_compressor,
-    "autoround": auto_round,
-    "modelopt": model_opt,
-    "gptqmodel": gptq_model,
-}
+PEERS = {"llmcompressor": llm_compressor, "autoround": auto_round, "modelopt": model_opt}
 
 
 def main() -> None:
