@@ -14,13 +14,7 @@ from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
-from quantkit.guide.job import (
-    DOCUMENTS,
-    GoRequest,
-    measured_documents,
-    run_bytes,
-    writes_text,
-)
+from quantkit.guide.job import DOCUMENTS, GoRequest, measured_documents, run_bytes, writes_text
 from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
 from quantkit.planning.plan import Plan
 from quantkit.quantization.cost import RunWork, comparison_work, measure_rate, writing_work
