@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -32,6 +32,22 @@ struct Half { uint16_t bits; };  // bfloat16
 
 inline Vector load(const float* from) { return *(const Loose*)from; }
 inline Vector load(const Half* from) { return (Vector)(__builtin_convertvector(*(const LooseHalves*)from, Words) << 16); }
+// Codes become numbers. Without intrinsics GCC converts a vector of bytes one by one.
+inline Vector load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  int32_t four;
+  memcpy(&four, from, kLanes);
+#if defined(__aarch64__)
+  return (Vector)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#else
+  return __builtin_convertvector(Bits{four << 24, four << 16, four << 8, four} >> 24, Vector);
+#endif
+#endif
+}
 inline void store(float* to, Vector value) { *(Loose*)to = value; }
 // Rounded to the nearest, ties to even; NaN stays one.
 inline void store(Half* to, Vector value) {

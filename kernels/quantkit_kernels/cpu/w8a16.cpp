@@ -15,30 +15,6 @@ constexpr int kSums = 8;
 #endif
 constexpr int kMostRows = 8;
 
-// Without intrinsics GCC converts a vector of bytes one by one.
-inline Vector whole_codes(const int8_t* from) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-  return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  int32_t four;
-  memcpy(&four, from, kLanes);
-#if defined(__aarch64__)
-  return (Vector)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
-#else
-  return __builtin_convertvector(Bits{four << 24, four << 16, four << 8, four} >> 24, Vector);
-#endif
-#endif
-}
-
-inline Vector load_codes(const int8_t* from, int count) {
-  if (count == kLanes) return whole_codes(from);
-  int8_t room[kLanes] = {};
-  std::copy_n(from, count, room);
-  return whole_codes(room);
-}
-
 struct Weight {
   const int8_t* codes;
   const float* scales;
@@ -62,7 +38,7 @@ template <int M, int R> void multiply(const Weight& w, const float* x, float* y,
       for (int r = 0; r < R; ++r) {
         const int8_t* from = codes + (int64_t)r * w.k + k + at;
         __builtin_prefetch(from + (int64_t)2 * R * w.k, 0, 2);  // into L2, which waits for more lines at once than L1
-        weights[r] = load_codes(from, some_count) * scale[r];
+        weights[r] = some(from, some_count) * scale[r];
       }
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
