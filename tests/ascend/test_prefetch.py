@@ -7,6 +7,7 @@ from ascend import device_double, npu_double
 from ascend.test_executor import forced
 from quantkit_kernels import torch_npu
 
+from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.weights import prefetch, weights
 
 
@@ -104,3 +105,9 @@ def test_what_follows_a_collective_is_learnt_of_collectives_alone():
             assert same(add_up(), held[3])
         noted.stop()
         assert add_up() == []
+
+
+def test_who_sums_alone_or_on_no_npu_has_none():
+    for device, size in (("npu", 1), ("cpu", 2), ("cuda", 2)):
+        card = SimpleNamespace(type=device)
+        assert prefetch.find_prefetcher(card, Parallel(0, size)) is None

@@ -53,9 +53,13 @@ def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint, monkeypatch):
         for name in ("token_ids", "positions", "slots", "states"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
         assert engine.runner._decode_batch.counts == [(one, 1) for one in running], step
+        told = found.context(engine.cache)
+        assert told.lengths == told.seq_lens.tolist() == [one.num_cached + 1 for one in running]
         for row, one in enumerate(running):
             needed = one.num_cached // size + 1
             assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
+            later = zip(found.tables[row, needed:].tolist(), [*one.blocks[needed:], *[0] * 99])
+            assert all(block in (0, own) for block, own in later), step
             one.append(draw.randrange(99), 1.0)
     assert 0 < made["anew"] < 100, "most steps kept them"
 
