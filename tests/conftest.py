@@ -23,6 +23,7 @@ of two processes ends with one, alone."""
 DRAWN = {
     "test_kill.py",
     "test_pages_in_browser.py",
+    "test_perplexity.py",
     "test_ranks.py",
     "test_regrading.py",
     "test_report.py",

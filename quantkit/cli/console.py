@@ -8,7 +8,6 @@ text.
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.common.result import Result, escape_text, one_line
+from quantkit.common.result import Result, escape_text, finite, one_line
 
 _PIPED = 100
 
@@ -55,16 +54,8 @@ err = _Console(stderr=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object. NaN and infinities, which JSON lacks, become null."""
-    print(json.dumps(_finite(value)))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """One object."""
+    print(json.dumps(finite(value)))
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]], on: Console = out) -> None:
@@ -224,6 +215,21 @@ def show_comparison(table: dict[str, Any]) -> None:
                 )
         for note in run["notes"]:
             err.print(Text(f"{run['run']}: ", style="bold yellow") + Text(note), soft_wrap=True)
+
+
+def show_positions(ranges: list[dict[str, Any]]) -> None:
+    """KL, agreement and accuracy along a text."""
+    table = _table("tokens", "documents", "KL, nats", "same likeliest", "accuracy", "baseline's")
+    for one in ranges:
+        spread = "" if one["kl_stderr"] is None else f" ± {one['kl_stderr']:.1e}"
+        shares = (one["top1_agree"], one["accuracy"], one["baseline_accuracy"])
+        table.add_row(
+            f"{one['first']:,} to {one['last']:,}",
+            f"{one['documents']:,}",
+            f"{one['kl']:.3e}{spread}",
+            *("-" if share is None else f"{share:.2%}" for share in shares),
+        )
+    _show("along the text", table)
 
 
 def show_speed(result: dict[str, Any]) -> None:

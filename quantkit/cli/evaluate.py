@@ -156,14 +156,18 @@ def ppl(
     model: Target,
     *,
     text: Annotated[
-        Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")
+        Path | None,
+        typer.Option(
+            help="A .txt, a .jsonl of {'text': ...}, one document a line, or the --out folder of "
+            "eval, whose replies are scored."
+        ),
     ] = None,
     options: PerplexityOptions,
     layers: Annotated[
         bool, typer.Option("--layers", help="Also the error after each layer.")
     ] = False,
     positions: Annotated[
-        bool, typer.Option("--positions", help="Also KL and agreement along the text.")
+        bool, typer.Option("--positions", help="Also KL, agreement and accuracy along the text.")
     ] = False,
     json_: AsJson = False,
 ) -> None:
@@ -196,12 +200,10 @@ def ppl(
         console.facts(model, quality.facts())
         for row in quality.rows() if layers else ():
             console.out.print(f"layer {row['layer']:>3}  error {row['error']:.2e}")
-        for one in quality.positions if positions else ():
-            spread = "" if one.kl_stderr is None else f" ± {one.kl_stderr:.1e}"
-            console.out.print(
-                f"tokens {one.first:>6,} to {one.last:>6,}  KL {one.kl:.3e}{spread}  "
-                f"same likeliest token {one.top1_agree:.2%}  ({one.tokens:,} tokens)"
-            )
+        if positions and quality.positions:
+            console.show_positions(quality.to_json()["positions"])
+    if options.out is not None:
+        console.notify(f"report: {options.out}/ppl.html")
     for name, perplexity in ((model, quality.ppl), (options.baseline, quality.baseline_ppl)):
         if perplexity is not None and math.isnan(perplexity):
             # --layers shows where it begins.

@@ -1,6 +1,7 @@
 """Return values of the Python API, displayed as lines of text or, in a notebook, as a table."""
 
 import html
+import math
 import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,6 +61,15 @@ class Result(ABC):
         return (
             f"<table><caption>{html.escape(one_line(self.heading))}</caption>{rows}</table>{plots}"
         )
+
+
+def finite(value: Any) -> Any:
+    """`value` for JSON, which lacks NaN and infinities: they become None."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _UNSEEN = re.compile(

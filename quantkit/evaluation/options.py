@@ -167,8 +167,9 @@ class PerplexityOptions(ServerModelOptions, ModelOptions):
     max_tokens: int | None = option(None, "Longest sampled reply, tokens.", min=1)
     seed: int = seed_option()
     limit: int | None = option(
-        None, "Only the first documents, pieces of --seq-len of a .txt, or problems.", min=1
+        None, "Only the first documents, pieces of --seq-len of a .txt, replies or problems.", min=1
     )
+    out: Path | None = option(None, "Folder for ppl.json and ppl.html.")
     count_experts: Path | None = option(
         None,
         "Write how many tokens were routed to each expert, for `quantkit place`.",

@@ -119,6 +119,27 @@ def test_groups_have_their_own_figures_beside_the_baselines(runs):
     assert first["low"] <= first["difference"] <= first["high"]
 
 
+def test_accuracy_is_told_by_the_length_of_the_baselines_replies(runs):
+    """Its replies to the first five problems are made long."""
+    path = runs / "good" / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["completion_tokens"] = 10 if row["problem"] >= "s15" else 100 + 20 * row["repeat"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    regrade(runs / "poor", RegradeOptions(baseline=runs / "good"))
+    task = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]
+    short, long = task["lengths"].items()
+    assert (short[0], long[0], long[1]["n"]) == ("1 to 16", "65 to 128", 5)
+    assert sum(one["n"] for one in task["lengths"].values()) == task["n"]
+    for one in (short[1], long[1]):
+        change = one["accuracy"] - one["baseline_accuracy"]
+        assert one["difference"] == pytest.approx(change)
+        assert one["low"] <= change <= one["high"]
+    page = (runs / "poor" / "report.html").read_text()
+    assert page.index("baseline&#39;s replies</h3>") < page.index("<td>65 to 128</td>")
+    assert page.count("<svg") == 5
+
+
 def test_the_last_run_is_graded_whatever_the_times_of_the_files(runs):
     """As after a copy without times, or a clock that was set back."""
     folder, asked = runs / "good", {"repeats": 1, "temperature": 0.1, "trust_kept": True}

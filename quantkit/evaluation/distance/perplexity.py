@@ -39,6 +39,8 @@ from quantkit.evaluation.distance.replies import (
     sample_replies,
     task_prompts,
 )
+from quantkit.evaluation.distance.report import check_report, write_report
+from quantkit.evaluation.distance.stored_replies import read_replies
 from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
 from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.openai_server import is_url
@@ -60,8 +62,9 @@ def measure(
     *,
     progress: Report | None = None,
 ) -> Quality:
-    """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T]
-    each), and its distance from the baseline.
+    """Perplexity of `model` over the documents of `text` (.jsonl, .txt, the output folder of an
+    evaluation, whose replies are scored, or token ids int64 [T] each), and its distance from the
+    baseline.
 
     Without a text, the baseline's replies to the prompts of the task `sampled` are scored (protocol
     r1), and the greedy replies of the two models are compared as well. `cache` is that of `model`;
@@ -70,10 +73,12 @@ def measure(
     (replies.py). Raises QuantkitError where the text is unusable or the two models do not belong
     together.
     """
-    sampled, cache = options.sampled, options.cache
+    sampled = options.sampled
     baseline = None if options.baseline is None else str(options.baseline)
     if options.count_experts is not None:
         check_writable(options.count_experts, "--count-experts")
+    if options.out is not None:
+        check_report(options.out, model, baseline)
     if (text is None) == (sampled is None):
         raise QuantkitError(
             "either a text or a task to sample on is needed", "give --text FILE, or --sampled TASK"
@@ -85,9 +90,25 @@ def measure(
     if is_url(model) or (baseline is not None and is_url(baseline)):
         baseline = _check_endpoint(model, baseline, options)
         local, served = (baseline, model) if is_url(model) else (model, baseline)
-        return measure_endpoint(
+        quality = measure_endpoint(
             local, served, options, is_baseline=served is baseline, progress=progress
         )
+    else:
+        quality = _measure_local(model, baseline, text, options, progress or (lambda _: None))
+    if options.out is not None:
+        write_report(options.out, model, baseline, quality)
+    return quality
+
+
+def _measure_local(
+    model: str,
+    baseline: str | None,
+    text: Path | list[Tensor] | None,
+    options: PerplexityOptions,
+    report: Report,
+) -> Quality:
+    """Both models are loaded here, one after the other."""
+    sampled, cache = options.sampled, options.cache
     path, base = find_model(model), find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
@@ -102,7 +123,7 @@ def measure(
         assert text is not None
         windows = _windows(text, path, options)
     _warn_of_length(path, max(len(window.ids) for window in windows))
-    quality = _score(path, base, windows, options, progress or (lambda _: None))
+    quality = _score(path, base, windows, options, report)
     if options.count_experts is not None and quality.expert_counts is not None:
         quality.expert_counts.write(options.count_experts)
     return replace(quality, greedy=paths)
@@ -181,6 +202,12 @@ def _check_endpoint(model: str, baseline: str | None, options: PerplexityOptions
 
 def _windows(text: Path | list[Tensor], model: Path, options: PerplexityOptions) -> list[Window]:
     seq_len, stride = options.seq_len, options.stride
+    if isinstance(text, Path) and text.is_dir():
+        if stride is not None:
+            raise QuantkitError(
+                f"{text} holds replies, which are scored whole", "leave --stride out"
+            )
+        return read_replies(text, ChatTokenizer(model), options.limit)
     longest = seq_len if stride is None else sys.maxsize
     documents = (
         text

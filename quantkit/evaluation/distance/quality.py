@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
-from quantkit.common.plots import OURS, draw, label_axes, layer_plot
+from quantkit.common.plots import OURS, THEIRS, draw, label_axes, layer_plot
 from quantkit.common.result import Result
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.tracing import Trace
+from quantkit.evaluation.statistics.estimates import doubling_range
 from quantkit.models.expert_counts import ExpertCounts
 
 
@@ -40,15 +41,19 @@ class GreedyPaths:
 
 @dataclass(frozen=True)
 class PositionRange:
-    """Means over the scored tokens number `first` to `last` of every document that has them: KL in
-    nats, with its standard error over documents, and the share with the same likeliest token."""
+    """Means over the scored tokens number `first` to `last` of the `documents` that have them, named
+    as in Quality; the intervals of 95 % are of kl, top1_agree and accuracy_change."""
 
     first: int
     last: int
     tokens: int
+    documents: int
     kl: float
     kl_stderr: float | None
     top1_agree: float
+    accuracy: float | None = None
+    baseline_accuracy: float | None = None
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,8 +65,8 @@ class Quality(Result):
 
     expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
     model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius,
-    all tokens) of the hidden state after each layer. positions: KL and agreement along the text, in
-    ranges whose length doubles. named_share: probability mass of the tokens
+    all tokens) of the hidden state after each layer. positions: the same along the text, in ranges
+    whose length doubles. named_share: probability mass of the tokens
     for which a server returned log-probabilities; KL is then over those and all others as one.
     expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
     """
@@ -148,31 +153,44 @@ class Quality(Result):
         return f" (95 %: {low:{form}} to {high:{form}})"
 
     def pictures(self) -> list[str]:
-        """The error after each layer, and KL along the text."""
+        """KL and next-token accuracy along the text, and the error after each layer."""
         layers = dict(enumerate(self.layer_errors))
-        plots = [layer_plot(layers, "error relative to the baseline's norm", log=True)]
-        return [plot for plot in (*plots, self._position_plot()) if plot]
+        plots = [
+            *self._along(),
+            layer_plot(layers, "error relative to the baseline's norm", log=True),
+        ]
+        return [plot for plot in plots if plot]
 
-    def _position_plot(self) -> str:
-        """KL at the middle of each range, with two standard errors; empty for a single range."""
-        if len(self.positions) < 2:
-            return ""
+    def _along(self) -> list[str]:
+        """Means at the middle of each range: KL with two standard errors, and both accuracies; none
+        for a single range."""
+        ranges = self.positions
+        if len(ranges) < 2:
+            return []
+        places, across = [(one.first + one.last) / 2 for one in ranges], "tokens from its beginning"
+        errors = [2 * (one.kl_stderr or 0.0) for one in ranges]
         axes, plot = draw(5.0, 2.6)
-        axes.errorbar(
-            [(one.first + one.last) / 2 for one in self.positions],
-            [one.kl for one in self.positions],
-            yerr=[2 * (one.kl_stderr or 0.0) for one in self.positions],
-            marker="o",
-            markersize=3,
-            color=OURS,
-        )
+        kl = [one.kl for one in ranges]
+        axes.errorbar(places, kl, yerr=errors, marker="o", markersize=3, color=OURS)
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
-        label_axes(axes, "tokens from the beginning of the scored text", "KL, nats a token")
-        return plot.svg()
+        label_axes(axes, across, "KL, nats a token")
+        plots = [plot.svg()]
+        if self.accuracy is not None:
+            axes, plot = draw(5.0, 2.6)
+            for name, color, label in (
+                ("baseline_accuracy", THEIRS, "baseline"),
+                ("accuracy", OURS, "here"),
+            ):
+                shares = [100 * getattr(one, name) for one in ranges]
+                axes.plot(places, shares, marker="o", markersize=3, color=color, label=label)
+            axes.set_xscale("log")
+            axes.legend(fontsize=8, frameon=False)
+            label_axes(axes, across, "next-token accuracy, %")
+            plots.append(plot.svg())
+        return plots
 
 
-_FIRST_RANGE = 64  # tokens of the first range of positions
 _CHUNK = 128  # tokens per block of logits
 
 
@@ -300,23 +318,43 @@ def summarize(sums: Sums) -> Quality:
 
 
 def _positions(documents: list[Scores]) -> list[PositionRange]:
-    """Ranges of _FIRST_RANGE tokens, then each as long as all before it, up to the longest
-    document; a document counts in the ranges that it reaches."""
-    longest, first, ranges = max(len(one["kl"]) for one in documents), 0, list[PositionRange]()
-    while first < longest:
-        last = max(2 * first, _FIRST_RANGE)
-        reached = [one for one in documents if len(one["kl"]) > first]
-        kl = [one["kl"][first:last] for one in reached]
-        sums, counts = [float(part.sum()) for part in kl], list(map(len, kl))
-        tokens, same = sum(counts), sum(float(one["same"][first:last].sum()) for one in reached)
-        error = _stderr(sums, counts) if len(reached) > 1 else None
-        ranges.append(
-            PositionRange(
-                first + 1, min(last, longest), tokens, sum(sums) / tokens, error, same / tokens
-            )
-        )
-        first = last
+    """Along the text, up to the end of the longest document; a document counts in the ranges that it
+    reaches."""
+    longest, done, ranges = max(len(one["kl"]) for one in documents), 0, list[PositionRange]()
+    while done < longest:
+        first, last = doubling_range(done + 1)
+        parts = [
+            {name: column[first - 1 : last] for name, column in one.items()}
+            for one in documents
+            if len(one["kl"]) >= first
+        ]
+        ranges.append(_range(first, min(last, longest), parts))
+        done = last
     return ranges
+
+
+def _range(first: int, last: int, parts: list[Scores]) -> PositionRange:
+    """Of the parts of documents that lie there."""
+    counts = [len(part["kl"]) for part in parts]
+    sums = {name: [float(part[name].sum()) for part in parts] for name in parts[0]}
+    means = {name: sum(found) / sum(counts) for name, found in sums.items()}
+    spreads = {"kl": sums["kl"], "top1_agree": sums["same"]}
+    if "right" in sums:
+        pairs = zip(sums["right"], sums["base_right"])
+        spreads["accuracy_change"] = [ours - theirs for ours, theirs in pairs]
+    several = len(parts) > 1
+    return PositionRange(
+        first,
+        last,
+        sum(counts),
+        len(parts),
+        means["kl"],
+        _stderr(sums["kl"], counts) if several else None,
+        means["same"],
+        means.get("right"),
+        means.get("base_right"),
+        {name: _interval(found, counts) for name, found in spreads.items()} if several else {},
+    )
 
 
 _NORMAL_95 = 1.959964

@@ -128,7 +128,8 @@ def _generate(
 TOP = 20
 """Requested top log-probabilities per position; 20 is the maximum of OpenAI's interface."""
 _MIN_REMAINDER = 1e-6  # minimum probability of all others; less is rounding of the server's values
-_MAX_LOST = 0.02  # share of replies that may fail
+MAX_LOST = 0.02
+"""Share of replies that may not be comparable."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _replies(path: Path, url: str, options: PerplexityOptions) -> list[ScoredRep
             replies.append(_scored_reply(reply, ids, texts))
         except ValueError as error:
             lost = str(error)
-    if len(replies) < (1 - _MAX_LOST) * len(prompts):
+    if len(replies) < (1 - MAX_LOST) * len(prompts):
         raise QuantkitError(
             f"{len(prompts) - len(replies)} of {len(prompts)} replies of {url} cannot be "
             f"compared: {lost}",

@@ -36,7 +36,7 @@ class Local:
             self.identity |= {"sampling": self._defaults}
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
-        encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]
+        encoded = [encode_prompt(self.engine.tokenizer, prompt) for prompt in prompts]
         limit = self.engine.max_model_len
         fitting = [index for index, (ids, _) in enumerate(encoded) if len(ids) < limit]
         for index in set(range(len(prompts))).difference(fitting):
@@ -81,7 +81,7 @@ class Local:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids as `generate` uses them."""
-        return _encode(self.engine.tokenizer, prompt)[0]
+        return encode_prompt(self.engine.tokenizer, prompt)[0]
 
     def close(self) -> None:
         if self._counts_file is not None and self.engine.expert_counter is not None:
@@ -103,7 +103,7 @@ _CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
+def encode_prompt(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
     """Token ids, and whether they end inside <think>, by the chat template or because the
     protocol asks for it."""
     if prompt.text is not None:

@@ -12,7 +12,12 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.folder import Looks
 from quantkit.evaluation.results.pages import ACCURACY, DIFFERENCE, bars_plot, render
 from quantkit.evaluation.results.stored import read_results, read_samples
-from quantkit.evaluation.results.task_results import MAX_ERROR_SHARE, EvalResults, grouped
+from quantkit.evaluation.results.task_results import (
+    MAX_ERROR_SHARE,
+    EvalResults,
+    grouped,
+    reply_tokens,
+)
 from quantkit.evaluation.statistics.comparison import (
     Comparison,
     check_margin,
@@ -57,6 +62,14 @@ class Baseline:
             for row in rows
             if row["reason"] not in EXCLUDED
         )
+
+    def tokens(self, task: str) -> dict[str, float]:
+        """Mean length of the replies to each problem, without failed samples."""
+        return {
+            problem: fmean(lengths)
+            for problem, rows in self.samples.get(task, {}).items()
+            if (lengths := [reply_tokens(row) for row in rows if row["reason"] not in EXCLUDED])
+        }
 
     def graded(self, task: str) -> int:
         return sum(map(len, self.scores(task).values()))
@@ -147,7 +160,13 @@ def compare_results(
                 tasks=len(results.tasks),
             )
             notes = task.notes + notes
-            task = replace(task, comparison=found, baseline_scores=theirs, notes=notes)
+            task = replace(
+                task,
+                comparison=found,
+                baseline_scores=theirs,
+                baseline_tokens=reference.tokens(name),
+                notes=notes,
+            )
         tasks[name] = task
     corrected = holm_corrected({name: one.comparison for name, one in tasks.items()})
     tasks = {name: replace(one, comparison=corrected.get(name)) for name, one in tasks.items()}

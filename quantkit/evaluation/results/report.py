@@ -101,6 +101,10 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
             [s.completion.completion_tokens for s in task.graded if s.grade.correct == correct]
             for correct in (True, False)
         )
+        if figures["lengths"]:
+            plots["lengths"] = _lengths_plot(
+                figures["lengths"], None if found is None else found.margin
+            )
         plots["tokens"] = tokens_plot(right, wrong, task.setting.generation.max_tokens)
     replies = _replies(task, baseline)
     wrong_ones = [one for one in replies if not one["ours"]["correct"]]
@@ -118,6 +122,22 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
         "shown_reasons": dict(Counter(reply["ours"]["reason"] for reply in shown)),
         "more": len(replies) - len(shown),
     }
+
+
+def _lengths_plot(lengths: dict[str, dict[str, Any]], margin: float | None) -> str:
+    """The difference from the baseline by length of the replies, or without one the accuracy."""
+    if margin is None:
+        bars = [(name, one["accuracy"], *one["interval"], True) for name, one in lengths.items()]
+        return bars_plot(bars, ACCURACY)
+    compared = {name: one for name, one in lengths.items() if "difference" in one}
+    return bars_plot(
+        [
+            (name, one["difference"], one["low"], one["high"], True)
+            for name, one in compared.items()
+        ],
+        DIFFERENCE,
+        margin,
+    )
 
 
 def _replies(task: TaskResult, baseline: Baseline | None) -> list[dict[str, Any]]:

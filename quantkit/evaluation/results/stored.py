@@ -33,9 +33,23 @@ class _Sample(_Stored):
     reason: str = Field(pattern=rf"^({'|'.join(REASONS)})$")
     answer: str | None
     detail: str
+    prompt_tokens: int = Field(0, ge=0, le=2**53)
     completion_tokens: int = Field(ge=0, le=2**53)
+    finish_reason: str = "stop"
+    think_open: bool | None = None
     reasoning: str | None = None
     text: str
+
+
+class _Part(_Stored):
+    role: str
+    content: str
+
+
+class _Prompt(_Stored):
+    task: str
+    problem: str
+    prompt: list[_Part] = Field(min_length=1)
 
 
 class _Generation(_Stored):
@@ -92,9 +106,18 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """samples.jsonl. Raises QuantkitError."""
+    return _rows(path, _Sample)
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """prompts.jsonl. Raises QuantkitError."""
+    return _rows(path, _Prompt)
+
+
+def _rows(path: Path, kind: type[_Stored]) -> list[dict[str, Any]]:
     rows = []
     for where, row in json_lines(path):
-        checked(row, _Sample, where, _REMEDY)
+        checked(row, kind, where, _REMEDY)
         rows.append(row)
     return rows
 

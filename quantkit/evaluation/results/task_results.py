@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from quantkit import __version__
 from quantkit.common.result import Result
-from quantkit.evaluation.generators.generator import ModelReply, Prompt
+from quantkit.evaluation.generators.generator import ModelReply, Prompt, estimated_tokens
 from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import MISSING, Grade, Problem, Setting
@@ -107,6 +107,7 @@ class Sample:
             "prompt_tokens": c.prompt_tokens,
             "completion_tokens": c.completion_tokens,
             "latency_s": round(c.latency_s, 3),
+            "think_open": c.think_open,
             "reasoning": c.reasoning,
             "text": c.text,
         }
@@ -151,6 +152,8 @@ class TaskResult:
     comparison: Comparison | None = None
     baseline_scores: dict[str, list[float]] = field(default_factory=dict)
     """Of the problems that have any."""
+    baseline_tokens: dict[str, float] = field(default_factory=dict)
+    """Of the baseline's replies to these problems, the mean."""
     baseline_fault: str | None = None
     render: Callable[[Problem], Prompt] | None = None
     speed: dict[str, float] | None = None
@@ -268,6 +271,7 @@ class TaskResult:
             "facts": self.facts,
             "data": self.origin,
             "groups": self._groups(table),
+            "lengths": self._lengths(table),
             "comparison": self.comparison.to_json() if self.comparison else None,
         }
 
@@ -282,8 +286,29 @@ class TaskResult:
         from the baseline; empty with fewer than two groups."""
         groups = {sample.problem.id: sample.problem.group for sample in self.graded}
         members = grouped((groups[name], name) for name in table if groups[name])
+        return self._by_group(table, dict(sorted(members.items(), key=_group_place)))
+
+    def _lengths(self, table: statistics.Table) -> dict[str, dict[str, Any]]:
+        """As `_groups`, by the mean length of the replies to a problem, the baseline's where it has
+        any: both models are then compared on the same problems."""
+        tokens = {
+            name: fmean(lengths)
+            for name, lengths in grouped(
+                (one.problem.id, reply_tokens(one.to_json(self.name))) for one in self.graded
+            ).items()
+        } | {name: mean for name, mean in self.baseline_tokens.items() if name in table}
+        ranges = grouped((statistics.doubling_range(tokens[name]), name) for name in table)
+        return self._by_group(
+            table,
+            {f"{first:,} to {last:,}": names for (first, last), names in sorted(ranges.items())},
+        )
+
+    def _by_group(
+        self, table: statistics.Table, members: dict[str, list[str]]
+    ) -> dict[str, dict[str, Any]]:
+        """members: problems by group."""
         found: dict[str, dict[str, Any]] = {}
-        for group, names in sorted(members.items(), key=_group_place) if len(members) > 1 else ():
+        for group, names in members.items() if len(members) > 1 else ():
             found[group] = statistics.figures([table[name] for name in names])
             shared = [name for name in names if name in self.baseline_scores]
             if shared:
@@ -308,6 +333,11 @@ class TaskResult:
             for one in self.graded
         )
         return fmean([statistics.majority(row) for row in votes.values()])
+
+
+def reply_tokens(row: dict[str, Any]) -> int:
+    """Tokens of a sample, estimated where a server did not count them."""
+    return row["completion_tokens"] or estimated_tokens(row["text"], row.get("reasoning"))
 
 
 def _group_place(group: tuple[str, Any]) -> tuple[float, str]:

@@ -27,6 +27,7 @@ from quantkit.evaluation.statistics.estimates import (
     mcnemar,
     mean_bounds,
     problem_means,
+    ratio_bounds,
     reply_variance,
 )
 from quantkit.evaluation.statistics.sampling import SamplingComparison, compare_sampling
@@ -43,6 +44,8 @@ class Comparison(Difference):
 
     accuracy: float
     baseline_accuracy: float
+    recovery: float | None  # accuracy over baseline_accuracy; None where that is 0
+    recovery_interval: tuple[float, float] | None
     repeats: int
     baseline_repeats: int
     gained: int  # problems better than with the baseline
@@ -62,6 +65,9 @@ class Comparison(Difference):
 
     def _on_all(self) -> str:
         seen = f"{self.seen} on {self.n} problems"
+        if self.recovery is not None and self.recovery_interval is not None:
+            low, high = (100 * end for end in self.recovery_interval)
+            seen += f", recovery {100 * self.recovery:.1f} % ({low:.1f} to {high:.1f})"
         if self.look > 1:
             seen += f", look {self.look} at this run"
         if self.verdict == "held":
@@ -125,6 +131,7 @@ def compare(
             p_lost >= _NO_LOSS_IMPLAUSIBLE,
         )
         needed = power.needed(seen, margin, one_sided_error(look + 1), greedy)
+    solved = bool(theirs_mean.any())
     gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
     return Comparison(
         verdict=verdict,
@@ -136,6 +143,10 @@ def compare(
         n=len(shared),
         accuracy=float(ours_mean.mean()),
         baseline_accuracy=float(theirs_mean.mean()),
+        recovery=float(ours_mean.sum() / theirs_mean.sum()) if solved else None,
+        recovery_interval=(
+            ratio_bounds(ours_mean, theirs_mean, seed).interval(error) if solved else None
+        ),
         repeats=repeats,
         baseline_repeats=baseline_repeats,
         gained=gained,

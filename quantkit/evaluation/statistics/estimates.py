@@ -104,6 +104,18 @@ def figures(table: Scores) -> dict[str, Any]:
     return {"accuracy": accuracy(table), "interval": list(interval(table)), "n": len(table)}
 
 
+FIRST_RANGE = 16  # tokens
+
+
+def doubling_range(number: float) -> tuple[int, int]:
+    """First and last number of the range that holds the token `number` (from 1 on): 1 to 16, then
+    each range as long as all before it."""
+    last = FIRST_RANGE
+    while last < number:
+        last *= 2
+    return (1 if last == FIRST_RANGE else last // 2 + 1), last
+
+
 def pass_at_k(table: Scores, k: int) -> float | None:
     """Probability that one of k samples is right, over problems with m >= k repeats, c of them
     right: mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021); None where no problem has."""
@@ -166,13 +178,31 @@ class MeanBounds:
 
 def mean_bounds(values: np.ndarray, minimum: float, maximum: float, seed: int = 0) -> MeanBounds:
     """values: [n], in [minimum, maximum]."""
+    total, seen, unseen = _draws(np.asarray(values, dtype=np.float64)[:, None], seed)
+    mass, (total,) = seen + unseen, total
+    return MeanBounds((total + unseen * minimum) / mass, (total + unseen * maximum) / mass)
+
+
+def ratio_bounds(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> MeanBounds:
+    """Draws of mean(ours) / mean(theirs), paired shares [n] in [0, 1]: the unseen problem is solved
+    by the other side alone. A ratio r is below the lower bound where `mean_bounds` of ours - r
+    theirs excludes 0 (Fieller's construction), and likewise above the upper one. Infinite where
+    theirs is 0."""
+    (ours, theirs), _, unseen = _draws(np.stack([ours, theirs], axis=1).astype(np.float64), seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return MeanBounds(ours / (theirs + unseen), (ours + unseen) / theirs)
+
+
+def _draws(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of values [n, c] the weighted sums [c, DRAWS], and the weights of all and of the unseen
+    problem [DRAWS]."""
     rng = np.random.default_rng(seed)
-    distinct, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
-    total, mass = np.empty(DRAWS), np.empty(DRAWS)
+    distinct, counts = np.unique(values, axis=0, return_counts=True)
+    total, mass = np.empty((values.shape[1], DRAWS)), np.empty(DRAWS)
     unseen = rng.standard_exponential(DRAWS)
     rows = max(1, _MAX_WEIGHTS // len(distinct))
     for start in range(0, DRAWS, rows):
         part = slice(start, min(start + rows, DRAWS))
         weights = rng.standard_gamma(counts, (part.stop - start, len(counts)))
-        total[part], mass[part] = weights @ distinct, weights.sum(axis=1) + unseen[part]
-    return MeanBounds((total + unseen * minimum) / mass, (total + unseen * maximum) / mass)
+        total[:, part], mass[part] = (weights @ distinct).T, weights.sum(axis=1)
+    return total, mass, unseen

@@ -48,10 +48,14 @@ def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> 
     )
 
 
+RAW = "raw prompt"
+"""Role of a prompt that is no conversation."""
+
+
 def prompt_parts(prompt: Prompt) -> list[dict[str, str]]:
     """Role and content of the sent messages; a raw prompt is one part. The server or tokenizer
     applies the chat template to them."""
-    return list(prompt.messages) or [{"role": "raw prompt", "content": prompt.text or ""}]
+    return list(prompt.messages) or [{"role": RAW, "content": prompt.text or ""}]
 
 
 def sample_seed(seed: int, problem: str, repeat: int) -> int:

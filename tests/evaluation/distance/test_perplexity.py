@@ -13,9 +13,12 @@ from commands import typed
 from edited import edited, edited_tensor
 from refused import refused
 
+from quantkit.evaluation.distance import perplexity
 from quantkit.evaluation.distance.documents import read_documents, sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Sums, summarize
+from quantkit.evaluation.distance.stored_replies import read_replies
+from quantkit.evaluation.distance.tracing import open_traced
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
@@ -192,10 +195,109 @@ def test_kl_along_the_text_is_that_of_the_documents_which_reach_so_far():
         sums.documents.append({"kl": places, "same": (places < 128).double()} | rest)
     found = summarize(sums).positions
     counted = [(one.first, one.last, one.tokens) for one in found]
-    assert counted == [(1, 64, 138), (65, 128, 36 + 64), (129, 200, 72)]
-    assert found[1].kl == pytest.approx((sum(range(64, 100)) + sum(range(64, 128))) / 100)
-    assert [found[0].top1_agree, found[2].top1_agree] == [1.0, 0.0]
-    assert found[2].kl_stderr is None
+    ends = [(1, 16, 42), (17, 32, 32), (33, 64, 64), (65, 128, 36 + 64), (129, 200, 72)]
+    assert counted == ends
+    assert found[3].kl == pytest.approx((sum(range(64, 100)) + sum(range(64, 128))) / 100)
+    assert [found[0].top1_agree, found[4].top1_agree] == [1.0, 0.0]
+    assert [one.documents for one in found] == [3, 2, 2, 2, 1]
+    low, high = found[3].intervals["kl"]
+    assert low < found[3].kl < high
+    assert (found[4].kl_stderr, found[4].intervals) == (None, {})
+
+
+def store(folder, replies):
+    """A results folder with these samples: of problem p0, p1, ..., or of the `problem` given."""
+    folder.mkdir()
+    told = {
+        "task": "t",
+        "repeat": 0,
+        "correct": True,
+        "reason": "right",
+        "answer": "1",
+        "detail": "",
+    }
+    rows = [
+        {"problem": f"p{n}", "completion_tokens": 1} | told | one for n, one in enumerate(replies)
+    ]
+    asked = {"task": "t", "prompt": [{"role": "user", "content": "1 + 1?"}]}
+    prompts = [asked | {"problem": name} for name in sorted({row["problem"] for row in rows})]
+    for name, lines in (("samples", rows), ("prompts", prompts)):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_models_own_chains_show_where_damage_begins(tiny_dense_checkpoint, tmp_path, monkeypatch):
+    """Replies of 5 to 100 tokens; the model is disturbed from token 33 of each on."""
+    tokenizer = ChatTokenizer(tiny_dense_checkpoint)
+    prompt = len(tokenizer.encode_chat([{"role": "user", "content": "1 + 1?"}]))
+    whole = [" ".join(map(str, range(count))) for count in (3, 20, 40)]
+    replies = [{"text": one, "prompt_tokens": prompt} for one in whole]
+    more = [{"text": "", "reason": "error"}, {"text": "again", "problem": "p0", "repeat": 1}]
+    folder, opened = store(tmp_path / "run", replies + more), list[str]()
+
+    def disturbed(*given):
+        opened.append(given[0])
+        traced = open_traced(*given)
+        if len(opened) == 1:
+            return traced
+
+        class Late:
+            device, head = traced.device, staticmethod(traced.head)
+
+            def __call__(self, documents):
+                trace, start = traced(documents), 0
+                for ids in documents:
+                    trace.final[start + prompt - 1 + 32 : start + len(ids)] *= -1
+                    start += len(ids)
+                return trace
+
+        return Late()
+
+    monkeypatch.setattr(perplexity, "open_traced", disturbed)
+    told = compared(tiny_dense_checkpoint, tiny_dense_checkpoint, folder, out=tmp_path / "out")
+    lengths = [len(tokenizer.encode_rendered(one)) for one in whole]
+    assert max(lengths) > 64
+    assert (told.tokens, told.documents) == (sum(lengths), 3)
+    for one in told.positions:
+        assert one.tokens == sum(max(0, min(n, one.last) - one.first + 1) for n in lengths)
+        assert (one.kl > 0.1, one.top1_agree < 0.5) == (one.first > 32,) * 2
+    assert json.loads((tmp_path / "out/ppl.json").read_text())["positions"][0]["kl"] == 0
+    page = (tmp_path / "out/ppl.html").read_text()
+    assert page.count("<svg") == 3
+    assert '<td class="n">33 to 64</td>' in page
+
+
+def test_reasoning_that_a_server_kept_apart_is_put_back(tiny_dense_checkpoint, tmp_path):
+    """The template opens <think>, so a reply begins inside; one was cut there, one has no reasoning."""
+    replies = [{"reasoning": "1 + 1 = 2.\n", "text": "\n2", "finish_reason": "stop"}]
+    replies += [
+        {"reasoning": "1 +", "text": "", "finish_reason": "length"},
+        {"text": "2</think>\n"},
+    ]
+    tokenizer = ChatTokenizer(tiny_dense_checkpoint)
+    windows = read_replies(store(tmp_path / "run", replies), tokenizer, None)
+    written = ["1 + 1 = 2.\n</think>\n\n2", "1 +", "2</think>\n"]
+    assert [scored(one) for one in windows] == [tokenizer.encode_rendered(one) for one in written]
+
+
+@pytest.mark.parametrize(
+    ("replies", "told"),
+    [
+        ([{"text": ""}], "has no reply with a text"),
+        ([{"text": "2", "prompt_tokens": 999}], "p0 had 999 tokens and has"),
+        ([{"text": 2}], "samples.jsonl:1"),
+    ],
+)
+def test_replies_that_cannot_be_scored_are_named(tiny_dense_checkpoint, tmp_path, replies, told):
+    folder = store(tmp_path / "run", replies)
+    with refused(told):
+        measure(str(tiny_dense_checkpoint), folder)
+    (folder / "prompts.jsonl").unlink()
+    with refused(r"has no prompts\.jsonl"):
+        measure(str(tiny_dense_checkpoint), folder)
+    with refused("scored whole"):
+        measure(str(tiny_dense_checkpoint), folder, PerplexityOptions(stride=5))
 
 
 def scored(window):

@@ -80,6 +80,25 @@ def test_what_was_not_seen_counts_problems(n):
     assert high == pytest.approx(-low, rel=0.03)
 
 
+def test_recovery_is_bounded_where_the_difference_from_its_share_is():
+    """Fieller: at a bound r of the ratio, mean(ours - r theirs) is just not excluded to be 0; and on
+    average the truth is inside."""
+    rng = np.random.default_rng(0)
+
+    def pair(n):
+        theirs = (rng.random(n) < 0.8).astype(float)
+        return np.where(rng.random(n) < 0.1, rng.random(n) < 0.7, theirs).astype(float), theirs
+
+    ours, theirs = pair(300)
+    low, high = st.ratio_bounds(ours, theirs).interval()
+    assert low < ours.mean() / theirs.mean() < high
+    for r, end in ((low, 0), (high, 1)):
+        bounds = mean_bounds(ours - r * theirs, -r, 1).interval()
+        assert bounds[end] == pytest.approx(0, abs=0.003)
+    found = [st.ratio_bounds(*pair(100)).interval() for _ in range(200)]
+    assert sum(low <= 0.79 / 0.8 <= high for low, high in found) >= 188
+
+
 def test_p_values_agree_with_the_interval():
     values = np.random.default_rng(0).choice([-1.0, 0.0, 0.5], 300, p=[0.1, 0.85, 0.05])
     bounds = mean_bounds(values, -1, 1)
