@@ -4,8 +4,9 @@ agreement, error per layer.
 The baseline runs first and writes the hidden state after every layer and the routed experts to
 disk. Then it is unloaded (only its output head stays) and the candidate runs over the same
 documents. Short documents share a forward pass, each as a sequence of its own. So memory holds one
-model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden values of the
-baseline's dtype until the end.
+model and at most seq_len tokens, or the longest reply, and disk holds (layers + 1) x hidden values of
+the baseline's dtype for each of the first _TRACED_TOKENS tokens, and one layer's for further ones,
+until the end.
 """
 
 import sys
@@ -51,6 +52,7 @@ from quantkit.models import find_architecture, is_known
 from quantkit.models.architecture import longest_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
+_TRACED_TOKENS = 1 << 16  # from the next pass on no layers and experts are compared
 Report = Callable[[TextProgress], None]
 
 
@@ -152,7 +154,7 @@ def _score(
             trace = traced([window.ids for window in batch])
             theirs = _read(Path(folder), number, traced.device) if head is not None else None
             add_tokens(sums, batch, trace, traced.head, theirs, head)
-            if theirs is not None:
+            if theirs is not None and theirs.hidden:
                 add_layers(sums, trace, theirs)
             done += len(trace.final)
             report(TextProgress("model", done, total))
@@ -254,13 +256,12 @@ def _run_baseline(
     done, total = 0, sum(len(window.ids) for batch in batches for window in batch)
     for number, batch in enumerate(batches):
         trace = traced([window.ids for window in batch])
-        tensors = {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
-        tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
+        tensors = {"final": trace.final}
+        if done < _TRACED_TOKENS:
+            tensors |= {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
+            tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
         save_file(
-            {
-                name: value.cpu().contiguous()
-                for name, value in (tensors | {"final": trace.final}).items()
-            },
+            {name: value.cpu().contiguous() for name, value in tensors.items()},
             _file(folder, number),
         )
         done += len(trace.final)

@@ -113,6 +113,20 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint, changed, te
         assert along == pytest.approx(getattr(told, name) * told.tokens)
 
 
+def test_layers_of_a_long_text_are_compared_at_its_beginning(
+    tiny_dense_checkpoint, changed, monkeypatch
+):
+    """Of documents of 20 tokens, one in a pass: the second begins after the first 20 tokens."""
+    texts = [torch.arange(5, 25), torch.arange(30, 50)]
+    whole = compared(changed, tiny_dense_checkpoint, texts, seq_len=20)
+    begun = compared(changed, tiny_dense_checkpoint, texts[:1], seq_len=20)
+    monkeypatch.setattr(perplexity, "_TRACED_TOKENS", 20)
+    told = compared(changed, tiny_dense_checkpoint, texts, seq_len=20)
+    assert (told.kl, told.tokens) == (whole.kl, whole.tokens)
+    assert told.layer_errors == begun.layer_errors != whole.layer_errors
+    assert told.expert_agree == begun.expert_agree
+
+
 def test_documents(tiny_dense_checkpoint, tmp_path, text):
     tokenizer = ChatTokenizer(tiny_dense_checkpoint)
     assert [len(ids) for ids in read_documents(text, tokenizer, seq_len=5)] == [5, 5, 5]
