@@ -3,20 +3,13 @@
 A document is one sequence, cut to seq_len, so that a model never sees two documents in one context.
 A .txt file is one document, cut into sequences of seq_len, each with BOS if the model has it. Which documents are used depends on the
 seed alone. Documents of fewer than two tokens are skipped and replaced by others.
-
-Conversations are rendered by the model's own chat template. Templates of reasoning models drop the
-reasoning of earlier replies; but as such a model mostly writes reasoning, the last reply is
-appended to the prompt with it, as the model itself would write it. If a template refuses a
-conversation (tools, a system message, the order of roles), simpler forms are tried; a model without
-a template gets plain text.
 """
 
-import json
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -28,8 +21,9 @@ from quantkit.calibrate.documents import (
     ACCEPTED_FORMATS,
     TEXTS,
     Document,
-    Message,
+    Templating,
     UnknownRecordFormat,
+    plain_text,
     read_document,
     read_records,
 )
@@ -37,7 +31,6 @@ from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.common.records import read_text
 from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
 _SHOWN = 100
 """Characters of a sample."""
@@ -133,145 +126,6 @@ def data_warnings(
     return found
 
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
-@dataclass
-class Templating:
-    """simplified: documents that the template only accepted in a simpler form; refusal: why it
-    refused the first of them."""
-
-    encoder: ChatTokenizer
-    simplified: int = 0
-    refusal: str = field(default="")
-
-    def text(self, document: Document) -> str:
-        """Text of a document as the model sees it."""
-        if not document.messages:
-            return document.text
-        return self._rendered(document) if self.encoder.templates else plain(document)
-
-    def encode(self, document: Document, text: str) -> list[int]:
-        """Token ids of `text`, as returned by `text` for this document."""
-        return (
-            self.encoder.encode_rendered(text)
-            if document.messages and self.encoder.templates
-            else self.encoder.encode(text)
-        )
-
-    def _rendered(self, document: Document) -> str:
-        refusal: QuantkitError | None = None
-        for number, (messages, tools) in enumerate(_forms(document)):
-            try:
-                text = self._with_reasoning(messages, tools)
-            except QuantkitError as error:
-                refusal = refusal or error
-                continue
-            if number > 1:
-                self.simplified, self.refusal = self.simplified + 1, self.refusal or str(refusal)
-            return text
-        assert refusal is not None
-        raise refusal
-
-    def _with_reasoning(self, messages: list[Message], tools: list[Any] | None) -> str:
-        text = self.encoder.render(messages, tools=tools, add_generation_prompt=False)
-        reasoning, reply = _parts(messages[-1])
-        if not reasoning or reasoning in text:
-            return text
-        prompt = (
-            self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True)
-            if len(messages) > 1
-            else ""
-        )
-        opening = "" if prompt.rstrip().endswith(THINK) else f"{THINK}\n"
-        return f"{prompt}{opening}{reasoning}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
-
-
-def plain(document: Document) -> str:
-    """A conversation as text for a model without a template: all contents in order."""
-    parts = [json.dumps(list(document.tools), ensure_ascii=False)] if document.tools else []
-    for message in _as_text(list(document.messages)):
-        reasoning, reply = _parts(message)
-        parts += [part for part in (reasoning, reply) if part.strip()]
-    return "\n\n".join(parts)
-
-
-def _forms(document: Document) -> Iterator[tuple[list[Message], list[Any] | None]]:
-    """As it is; with call arguments as text, which some templates expect; without tools; with the
-    system message merged into the user's."""
-    messages = list(document.messages)
-    tools = list(document.tools) or None
-    yield messages, tools
-    yield [_with_text_arguments(one) for one in messages], tools
-    as_text = _as_text(messages)
-    yield as_text, None
-    yield _alternating(as_text), None
-
-
-def _with_text_arguments(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    functions = [
-        {**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls
-    ]
-    return {
-        **message,
-        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions)],
-    }
-
-
-def _as_text(messages: list[Message]) -> list[Message]:
-    """Without tools: a call becomes content of the assistant, its result content of the user."""
-    as_text = []
-    for message in messages:
-        calls = [_json(call["function"]) for call in message.get("tool_calls", [])]
-        role = "user" if message["role"] == "tool" else message["role"]
-        reasoning = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
-        as_text.append(
-            {
-                "role": role,
-                **reasoning,
-                "content": "\n".join(part for part in (_parts(message)[1], *calls) if part),
-            }
-        )
-    return as_text
-
-
-def _alternating(messages: list[Message]) -> list[Message]:
-    """Alternating user and assistant, for templates without a system role."""
-    turns: list[Message] = []
-    for message in messages:
-        role = "user" if message["role"] == "system" else message["role"]
-        if turns and turns[-1]["role"] == role:
-            turns[-1] = {
-                **turns[-1],
-                **message,
-                "role": role,
-                "content": f"{turns[-1]['content']}\n\n{message['content']}",
-            }
-        elif turns or role == "user":
-            turns.append({**message, "role": role})
-    return turns
-
-
-def _parts(message: Message) -> tuple[str, str]:
-    """Reasoning and reply of a message; the reasoning is in a field of its own, or in tags within
-    the content."""
-    content = message["content"]
-    for name in _REASONING:
-        if isinstance(message.get(name), str):
-            return message[name].strip(), content
-    if message["role"] == "assistant" and END_THINK in content:
-        reasoning, _, reply = content.partition(END_THINK)
-        return reasoning.replace(THINK, "", 1).strip(), reply.lstrip("\n")
-    return "", content
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 OWN_TEXT = "quantkit's own text"
 BUILTIN = "builtin"
 """The value of --calibration for it, where a model ships a text or would write one."""
@@ -290,11 +144,13 @@ tokenizer. Large vocabularies have about 0.8 for Chinese; without Chinese, 1.8 t
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token ids, int64 [length] each: `calibration`, and `held_out` for evaluation."""
+    """Token ids, int64 [length] each: `calibration`, and `held_out` for evaluation. further: those
+    that would be drawn next."""
 
     calibration: list[Tensor]
     held_out: list[Tensor]
     summary: CalibrationSummary | None = None
+    further: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -326,9 +182,10 @@ def load_sequences(
     seq_len: int,
     seed: int,
     records: Sequence[Any] | None = None,
+    further: int = 0,
 ) -> Sequences:
     """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that
-    proportion.
+    proportion, and up to `further` more.
 
     source: a file or the id of a data set; None for quantkit's own text. records: read elsewhere,
     which `source` then only names. Raises QuantkitError if
@@ -340,20 +197,20 @@ def load_sequences(
     place = str(calibration_text()) if source is None else source
     forms: tuple[str, ...]
     if records is None and Path(place).suffix.casefold() in TEXTS:
-        drawn, forms = _split_text(Path(place), encoder, wanted, seq_len, seed), ("plain text",)
+        drawn, forms = _split_text(Path(place), encoder, seq_len, seed), ("plain text",)
     else:
         numbered = ((f"record {number}", value) for number, value in enumerate(records or ()))
         documents = _documents(read_records(place) if records is None else numbered)
         random.Random(seed).shuffle(documents)
         if own:
             documents = _in_order(documents, encoder)
-        drawn = _draw(documents, templating, wanted, seq_len)
+        drawn = _draw(documents, templating, wanted + further, seq_len)
         counted = {
             form: sum(one.form == form for _, one in documents)
             for form in {one.form for _, one in documents}
         }
         forms = tuple(sorted(counted, key=lambda form: (-counted[form], form)))
-    found = drawn.sequences
+    found, others = drawn.sequences[:wanted], drawn.sequences[wanted:][:further]
     if len(found) < 2:
         empty = (
             f": {drawn.empty} of its {drawn.records} records hold no two tokens"
@@ -402,7 +259,7 @@ def load_sequences(
         samples=() if own else tuple(drawn.samples),
         warnings=tuple(warnings),
     )
-    return Sequences(fitted, judges, summary)
+    return Sequences(fitted, judges, summary, others)
 
 
 def own_documents(encoder: ChatTokenizer, seed: int) -> list[Document]:
@@ -423,15 +280,13 @@ def is_shipped(text: Path) -> bool:
     return text.name == SHIPPED_TEXT and (text.parent / "config.json").exists()
 
 
-def _split_text(path: Path, encoder: ChatTokenizer, wanted: int, seq_len: int, seed: int) -> _Drawn:
+def _split_text(path: Path, encoder: ChatTokenizer, seq_len: int, seed: int) -> _Drawn:
     """Sequences of one long text."""
     text = read_text(path, "calibration data")
     sequences = split_text(encoder, text, seq_len)
     tokens = sum(map(len, sequences))
     random.Random(seed).shuffle(sequences)
-    drawn = _Drawn(sequences[:wanted], [], records=len(sequences))
-    drawn.samples.append(preview(text, tokens))
-    return drawn
+    return _Drawn(sequences, [preview(text, tokens)], records=len(sequences))
 
 
 def split_text(encoder: ChatTokenizer, text: str, length: int) -> list[Tensor]:
@@ -479,7 +334,7 @@ def _foreign_scripts_last(
 ) -> list[tuple[str, Document]]:
     """Documents last whose script the tokenizer encodes nearly byte by byte: the model hardly
     learned it."""
-    beginnings = [(document.text or plain(document))[:_LOOKED_AT] for _, document in documents]
+    beginnings = [(document.text or plain_text(document))[:_LOOKED_AT] for _, document in documents]
     dense = [len(encoder.encode(text)) / len(text.encode()) for text in beginnings]
     foreign = [one > _FOREIGN * statistics.median(dense) for one in dense]
     return [

@@ -13,6 +13,12 @@ A record is a text or an object. Field names are compared without case. Recogniz
     prompt or question, and                 a text and its reply, or two lists of messages
     response, completion, chosen, answer or output
     text, or content                        plain text
+
+Conversations are rendered by the model's own chat template. Templates of reasoning models drop the
+reasoning of earlier replies; but as such a model mostly writes reasoning, the last reply is
+appended to the prompt with it, as the model itself would write it. If a template refuses a
+conversation (tools, a system message, the order of roles), simpler forms are tried; a model without
+a template gets plain text.
 """
 
 import itertools
@@ -29,6 +35,8 @@ from quantkit.common import records
 from quantkit.common.errors import QuantkitError
 from quantkit.common.records import Record
 from quantkit.common.result import one_line
+from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
 ACCEPTED_FORMATS = (
     "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt "
@@ -332,3 +340,142 @@ def _in_cache(datasets: Any, identifier: str) -> bool:
 def _same(name: str) -> str:
     """The library writes OpenOrca as open_orca in its cache."""
     return name.casefold().replace("_", "")
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass
+class Templating:
+    """simplified: documents that the template only accepted in a simpler form; refusal: why it
+    refused the first of them."""
+
+    encoder: ChatTokenizer
+    simplified: int = 0
+    refusal: str = ""
+
+    def text(self, document: Document) -> str:
+        """Text of a document as the model sees it."""
+        if not document.messages:
+            return document.text
+        return self._rendered(document) if self.encoder.templates else plain_text(document)
+
+    def encode(self, document: Document, text: str) -> list[int]:
+        """Token ids of `text`, as returned by `text` for this document."""
+        return (
+            self.encoder.encode_rendered(text)
+            if document.messages and self.encoder.templates
+            else self.encoder.encode(text)
+        )
+
+    def _rendered(self, document: Document) -> str:
+        refusal: QuantkitError | None = None
+        for number, (messages, tools) in enumerate(_forms(document)):
+            try:
+                text = self._with_reasoning(messages, tools)
+            except QuantkitError as error:
+                refusal = refusal or error
+                continue
+            if number > 1:
+                self.simplified, self.refusal = self.simplified + 1, self.refusal or str(refusal)
+            return text
+        assert refusal is not None
+        raise refusal
+
+    def _with_reasoning(self, messages: list[Message], tools: list[Any] | None) -> str:
+        text = self.encoder.render(messages, tools=tools, add_generation_prompt=False)
+        reasoning, reply = _parts(messages[-1])
+        if not reasoning or reasoning in text:
+            return text
+        prompt = (
+            self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True)
+            if len(messages) > 1
+            else ""
+        )
+        opening = "" if prompt.rstrip().endswith(THINK) else f"{THINK}\n"
+        return f"{prompt}{opening}{reasoning}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
+
+
+def plain_text(document: Document) -> str:
+    """A conversation as text for a model without a template: all contents in order."""
+    parts = [json.dumps(list(document.tools), ensure_ascii=False)] if document.tools else []
+    for message in _as_text(list(document.messages)):
+        reasoning, reply = _parts(message)
+        parts += [part for part in (reasoning, reply) if part.strip()]
+    return "\n\n".join(parts)
+
+
+def _forms(document: Document) -> Iterator[tuple[list[Message], list[Any] | None]]:
+    """As it is; with call arguments as text, which some templates expect; without tools; with the
+    system message merged into the user's."""
+    messages = list(document.messages)
+    tools = list(document.tools) or None
+    yield messages, tools
+    yield [_with_text_arguments(one) for one in messages], tools
+    as_text = _as_text(messages)
+    yield as_text, None
+    yield _alternating(as_text), None
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [
+        {**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls
+    ]
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions)],
+    }
+
+
+def _as_text(messages: list[Message]) -> list[Message]:
+    """Without tools: a call becomes content of the assistant, its result content of the user."""
+    as_text = []
+    for message in messages:
+        calls = [_json(call["function"]) for call in message.get("tool_calls", [])]
+        role = "user" if message["role"] == "tool" else message["role"]
+        reasoning = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
+        as_text.append(
+            {
+                "role": role,
+                **reasoning,
+                "content": "\n".join(part for part in (_parts(message)[1], *calls) if part),
+            }
+        )
+    return as_text
+
+
+def _alternating(messages: list[Message]) -> list[Message]:
+    """Alternating user and assistant, for templates without a system role."""
+    turns: list[Message] = []
+    for message in messages:
+        role = "user" if message["role"] == "system" else message["role"]
+        if turns and turns[-1]["role"] == role:
+            turns[-1] = {
+                **turns[-1],
+                **message,
+                "role": role,
+                "content": f"{turns[-1]['content']}\n\n{message['content']}",
+            }
+        elif turns or role == "user":
+            turns.append({**message, "role": role})
+    return turns
+
+
+def _parts(message: Message) -> tuple[str, str]:
+    """Reasoning and reply of a message; the reasoning is in a field of its own, or in tags within
+    the content."""
+    content = message["content"]
+    for name in _REASONING:
+        if isinstance(message.get(name), str):
+            return message[name].strip(), content
+    if message["role"] == "assistant" and END_THINK in content:
+        reasoning, _, reply = content.partition(END_THINK)
+        return reasoning.replace(THINK, "", 1).strip(), reply.lstrip("\n")
+    return "", content
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -9,13 +9,13 @@ launch     the commands that serve it
 
 import hashlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit import api
-from quantkit.calibrate.data import SHIPPED_TEXT, load_sequences
+from quantkit.calibrate.data import OWN_TEXT, SHIPPED_TEXT, load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.checkpoint.output_dir import MANIFEST, partial_path
@@ -255,10 +255,10 @@ class GuidedJob:
                 "tokens": tokens,
                 "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
             }
-        documents, text = measured_documents(source, recipe)
+        text = read_calibration_text(source, recipe)
         quality = measure(
             str(self.target),
-            documents,
+            list(text.documents),
             PerplexityOptions(baseline=str(source)),
             progress=self.listeners.text,
         )
@@ -269,7 +269,7 @@ class GuidedJob:
                 if quality.kl is not None and held_out["kl"]
                 else None
             )
-        return found | {"on": f"{quality.tokens:,} tokens of {text}"}
+        return found | {"on": f"{quality.tokens:,} tokens of {text.name}"}
 
     def _score(self, source: Path) -> dict[str, Any]:
         baseline = str(source) if _run_bytes(source) <= free_bytes(find_device("auto")) else None
@@ -326,23 +326,28 @@ class GuidedJob:
         return list(scripts)
 
 
-def measured_documents(source: Path, recipe: Recipe) -> tuple[list[Any], str]:
-    """Documents of the calibration text that the run did not use; if none are left, those that
-    it held out."""
-    taken = recipe.samples + recipe.held_out
-    recipe, tokenizer = with_own_text(recipe), ChatTokenizer(source)
-    longer = recipe.with_given(held_out=recipe.held_out + DOCUMENTS)
-    more = load_sequences(recipe.calibration, tokenizer, **longer.sizes)
-    every = [*more.calibration, *more.held_out]
-    name = (
-        more.summary.source
-        if more.summary is not None and recipe.calibration is None
-        else Path(str(recipe.calibration)).name
+@dataclass(frozen=True)
+class CalibrationText:
+    """tokens: of the text. documents: to measure on, which the run does not calibrate on; if there
+    are none, those that it holds out. name: of the documents."""
+
+    tokens: int
+    documents: Sequence[Any]
+    name: str
+
+
+def read_calibration_text(source: Path, recipe: Recipe) -> CalibrationText:
+    """The recipe's text; quantkit's own where the model writes half of it."""
+    recipe = with_own_text(recipe)
+    read = load_sequences(
+        recipe.calibration, ChatTokenizer(source), **recipe.sizes, further=DOCUMENTS
     )
-    if len(every) >= taken + 2:
-        return every[taken:], f"{name} that calibration did not take"
-    own = load_sequences(recipe.calibration, tokenizer, **recipe.sizes)
-    return own.held_out or own.calibration, f"{name}, held out while quantizing"
+    tokens = sum(map(len, [*read.calibration, *read.held_out]))
+    name = OWN_TEXT if recipe.calibration is None else Path(recipe.calibration).name
+    if len(read.further) > 1:
+        return CalibrationText(tokens, read.further, f"{name} that calibration did not take")
+    held_out = read.held_out or read.calibration
+    return CalibrationText(tokens, held_out, f"{name}, held out while quantizing")
 
 
 def _run_bytes(source: Path) -> int:

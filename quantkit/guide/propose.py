@@ -7,21 +7,31 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
-from quantkit.guide.job import DOCUMENTS, GoRequest, measured_documents, run_bytes, writes_text
-from quantkit.guide.proposal import Proposal, SchemeCandidate, candidates, choose_candidate
+from quantkit.guide.job import (
+    DOCUMENTS,
+    CalibrationText,
+    GoRequest,
+    read_calibration_text,
+    run_bytes,
+    writes_text,
+)
+from quantkit.guide.proposal import (
+    CPU_SCHEME,
+    Proposal,
+    SchemeCandidate,
+    candidates,
+    choose_candidate,
+)
 from quantkit.planning.plan import Plan
 from quantkit.quantization.cost import RunWork, comparison_work, measure_rate, writing_work
 from quantkit.quantization.job import open_job
-from quantkit.quantization.model_text import with_own_text
 from quantkit.quantization.request import read_request, read_scheme
-from quantkit.tokenizer.chat import ChatTokenizer
 
 TIME_FACTOR = 1.5
 """The estimated time is within this factor of the measured one, on a CPU (docs/quantize.md)."""
@@ -31,9 +41,9 @@ def propose(request: GoRequest) -> Proposal:
     """Raises QuantkitError if no scheme fits, or this machine has too little disk or memory."""
     _check_tasks(request)
     checkpoint, options = open_headers(request.model), request.options
-    found = candidates(
-        checkpoint, request.box, options.planned, request.scheme, _calibration_tokens(request)
-    )
+    text = _calibration_text(request)
+    tokens = None if text is None else text.tokens
+    found = candidates(checkpoint, request.box, options.planned, request.scheme, tokens)
     chosen, why = choose_candidate(found, request.box)
     folder = _existing_parent(request.out)
     chosen = _with_disk(chosen, folder)
@@ -47,11 +57,16 @@ def propose(request: GoRequest) -> Proposal:
         why,
         measure_rate(folder),
         TIME_FACTOR,
-        _measuring(request, checkpoint, chosen),
+        _measuring(request, checkpoint, chosen, text),
     )
 
 
-def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandidate) -> RunWork:
+def _measuring(
+    request: GoRequest,
+    checkpoint: Checkpoint,
+    chosen: SchemeCandidate,
+    text: CalibrationText | None,
+) -> RunWork:
     """Of writing the calibration text, and of the step that follows quantizing, none where the
     source does not fit in memory."""
     assert chosen.plan is not None
@@ -59,9 +74,9 @@ def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandida
     job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
     source, needed = find_local(request.model), run_bytes(chosen.plan.parameters)
     lengths, work = [recipe.seq_len] * DOCUMENTS, RunWork(0.0, 0, 0)
-    if source is not None:  # else the tokenizer is not on this machine
+    if source is not None and text is not None:
         recipe = request.recipe(chosen.scheme, source)
-        lengths = [len(one) for one in measured_documents(source, recipe)[0]]
+        lengths = list(map(len, text.documents))
     if needed <= free_bytes(find_device("auto")):
         work += comparison_work(job, sum(lengths), sum(lengths) // len(lengths))
     if job.request.methods and writes_text(request, recipe, checkpoint.config, needed):
@@ -70,15 +85,12 @@ def _measuring(request: GoRequest, checkpoint: Checkpoint, chosen: SchemeCandida
     return work
 
 
-def _calibration_tokens(request: GoRequest) -> int | None:
-    """Tokens of the calibration text, the same for all schemes; None if the tokenizer is not on
-    this machine."""
+def _calibration_text(request: GoRequest) -> CalibrationText | None:
+    """The same for all schemes; None if the tokenizer is not on this machine."""
     source = find_local(request.model)
     if source is None:
         return None
-    recipe = with_own_text(request.recipe("awq-w4a16", source))
-    taken = load_sequences(recipe.calibration, ChatTokenizer(source), **recipe.sizes)
-    return sum(map(len, [*taken.calibration, *taken.held_out]))
+    return read_calibration_text(source, request.recipe(CPU_SCHEME, source))
 
 
 def _check_tasks(request: GoRequest) -> None:

@@ -74,13 +74,16 @@ _CODE = (
 """Beginnings of programs, markup and documentation."""
 
 
-def model_text(source: Path, out: Path, recipe: Recipe, device: str, on_event: OnEvent) -> Path:
+def model_text(
+    checkpoint: Checkpoint, out: Path, recipe: Recipe, device: str, on_event: OnEvent
+) -> Path:
     """The file of the documents, written now if neither `out` nor an interrupted run has it.
 
     Raises QuantkitError where the model does not fit `device`, on which it is loaded whole, and
     where another file has the text's name.
     """
-    wanted = (Checkpoint.open(source).fingerprint, recipe.samples, recipe.held_out)
+    source = checkpoint.path
+    wanted = (checkpoint.fingerprint, recipe.samples, recipe.held_out)
     key = hashlib.sha256(repr((*wanted, recipe.seq_len, recipe.seed)).encode()).hexdigest()
     for path in (text_path(out), out / SHIPPED_TEXT):
         if path.is_file() and _key(path) == key:

@@ -101,6 +101,7 @@ def quantize(
     the same arguments, and a complete one returns its report.
     """
     start, ranks = time.perf_counter(), Ranks.join()
+    listen = on_event if ranks.is_main else ignore_event
     check_drawable()
     given = recipe.calibration if recipe.calibration != SELF else None
     inputs = [source, *(Path(one) for one in (given, mixture.sensitivities) if one)]
@@ -118,7 +119,7 @@ def quantize(
         engine,
         memory,
         records,
-        lambda: model_text(source, out, recipe, device, on_event),
+        lambda checkpoint: model_text(checkpoint, out, recipe, device, on_event),
     )
     where = select_device(device)
     if run.options is not None:
@@ -131,7 +132,7 @@ def quantize(
             mixture.sensitivities,
             ranks,
             where,
-            on_event if ranks.is_main else ignore_event,
+            listen,
         )
     job = run.job
     if (
@@ -155,25 +156,20 @@ def quantize(
         seconds = time.perf_counter() - start
         found = read_findings(out)
         return _report(run, output, out, seconds, peak_memory(), found, done_already=True)
-    if ranks.is_main and run.sequences.summary:
-        for line in run.sequences.summary.lines():
-            on_event(Note(line))
-    if ranks.is_main and job.note:
-        on_event(Note(job.note))
-    if ranks.is_main and not has_tokenizer(source):
-        on_event(
-            Note(
-                f"warning: {source} has no tokenizer, and so the output has none: engines need it "
-                "next to the weights"
-            )
+    notes = [*(run.sequences.summary.lines() if run.sequences.summary else ()), job.note]
+    if not has_tokenizer(source):
+        notes.append(
+            f"warning: {source} has no tokenizer, and so the output has none: engines need it "
+            "next to the weights"
         )
+    for note in filter(None, notes):
+        listen(Note(note))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.report_interrupt(output.units):
         resumed = writer.progress(output.units) if ranks.is_main else ""
         if ranks.is_main and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
         usage = RunUsage(writer.state_dir / "spent.json", start, run.fingerprint)
-        listen: OnEvent = ignore_event
         if ranks.is_main:
             seconds, faster = _expected_seconds(run, output, writer.state_dir, ranks.size)
             if seconds > _LONG_S and not resumed:
@@ -258,7 +254,7 @@ def _checked(
     engine: str | None,
     memory: int | None,
     records: Sequence[Any] | None,
-    write_text: Callable[[], Path],
+    write_text: Callable[[Checkpoint], Path],
 ) -> _Run:
     """Validate everything before the first weight is read, but for text that the model writes."""
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
@@ -269,8 +265,9 @@ def _checked(
         job.inventory.config.check_tokenizer(source)
     sequences, text = Sequences([], []), None
     if job.request.methods or recipe.prune:
-        text = write_text() if recipe.calibration == SELF else None
-        sequences = _sequences(source, recipe, text or recipe.calibration, records)
+        text = write_text(job.checkpoint.source) if recipe.calibration == SELF else None
+        path = str(text) if text else recipe.calibration
+        sequences = load_sequences(path, ChatTokenizer(source), **recipe.sizes, records=records)
     name = job.request.format
     own = recipe.model_copy(
         update={"scheme": request.scheme.name}
@@ -480,13 +477,6 @@ def _calibrated_on(recipe: Recipe) -> str:
     if recipe.calibration == SELF:
         return f"text that the model wrote, and {OWN_TEXT}"
     return OWN_TEXT if recipe.calibration is None else Path(recipe.calibration).name
-
-
-def _sequences(
-    source: Path, recipe: Recipe, text: str | Path | None, records: Sequence[Any] | None
-) -> Sequences:
-    path = None if text is None else str(text)
-    return load_sequences(path, ChatTokenizer(source), **recipe.sizes, records=records)
 
 
 def _fingerprint(

@@ -261,9 +261,11 @@ def test_own_text_is_what_its_sources_make(tmp_path):
 
 
 def test_own_text_fills_the_usual_lengths(tiny_checkpoint):
-    found = load_sequences(
-        None, ChatTokenizer(tiny_checkpoint), samples=128, held_out=16, seq_len=512, seed=0
-    )
+    sizes = {"samples": 128, "held_out": 16, "seq_len": 512, "seed": 0}
+    found = load_sequences(None, ChatTokenizer(tiny_checkpoint), **sizes, further=24)
+    used = {tuple(one.tolist()) for one in (*found.calibration, *found.held_out)}
+    assert len(found.further) == 24
+    assert used.isdisjoint(tuple(one.tolist()) for one in found.further)
     assert {len(one) for one in (*found.calibration, *found.held_out)} == {512}
     assert len(found.calibration) == 128
     assert found.summary

@@ -5,8 +5,7 @@ import json
 
 from refused import refused
 
-from quantkit.calibrate.data import Templating, plain
-from quantkit.calibrate.documents import Document, read_document
+from quantkit.calibrate.documents import Document, Templating, plain_text, read_document
 from quantkit.common.assets import calibration_text
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
@@ -97,7 +96,7 @@ def test_a_template_that_refuses_everything_is_told(tiny_checkpoint):
 
 def test_a_base_model_gets_plain_text(tiny_checkpoint):
     assert templating(tiny_checkpoint, None).text(THOUGHT) == "2+2?\n\neasy\n\n4"
-    assert "It is 4." in plain(CALLED)
+    assert "It is 4." in plain_text(CALLED)
 
 
 def test_every_document_of_our_own_passes_a_strict_template(tiny_checkpoint):

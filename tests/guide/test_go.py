@@ -145,8 +145,8 @@ def go(model, more=""):
 
 def test_time_counts_the_documents_that_are_measured(tmp_path, monkeypatch):
     def operations(count):
-        found = [[0] * 100] * count, ""
-        monkeypatch.setattr(propose_module, "measured_documents", lambda *given: found)
+        found = job_module.CalibrationText(100, [[0] * 100] * count, "")
+        monkeypatch.setattr(propose_module, "read_calibration_text", lambda *given: found)
         request = job_module.GoRequest("tiny-r1", tmp_path, find_devices("cpu"))
         return propose_module.propose(request).measuring.operations
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.data import plain, split_text
-from quantkit.calibrate.documents import UnknownRecordFormat, read_document
+from quantkit.calibrate.data import split_text
+from quantkit.calibrate.documents import UnknownRecordFormat, plain_text, read_document
 from quantkit.common.errors import QuantkitError
 from quantkit.common.records import Row, read_rows, read_text
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -88,7 +88,7 @@ def _encode(place: str, row: Row, tokenizer: ChatTokenizer) -> Tensor:
             ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
             return torch.tensor(ids, dtype=torch.int64)
         try:
-            text = plain(read_document({"messages": messages}))
+            text = plain_text(read_document({"messages": messages}))
         except UnknownRecordFormat as error:
             raise QuantkitError(
                 f"{place} is not a conversation: {error}", "each message has a role and content"
