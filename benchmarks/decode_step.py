@@ -17,8 +17,7 @@ and server. A case whose cache does not fit the device is not run.
 --backends: several hold the same weights, one after the other, and their steps are replayed in
 turns; the last line is each one's time over the first's. --parts: also the launches of a step, and
 of R1 milliseconds by part, each part of all layers in a graph of its own, and the step with one
-draft of the MTP layer: two rows a sequence, then the layer over both, one wait of the host. Time per token
-follows from an acceptance, which made-up weights do not have.
+draft of the MTP layer: two rows a sequence, then the layer over both, one wait of the host.
 """
 
 import argparse

@@ -17,7 +17,7 @@ from core import parser
 from quantkit.common.errors import QuantkitError
 from quantkit.models import is_known
 from quantkit.models.hf_traced.architecture import TracedArchitecture
-from quantkit.models.module_tree import read_tree
+from quantkit.models.hf_traced.module_tree import read_tree
 
 TINY = {
     "vocab_size": 211,

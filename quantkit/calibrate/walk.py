@@ -98,14 +98,8 @@ class Walk:
         self.embed_and_head = embed_and_head or TableEmbedAndHead(
             model.weights, model.rows, model.config
         )
-        self.model, self.solvers, self.log, self.ranks, self.batches = (
-            model,
-            solvers,
-            log,
-            ranks,
-            batches,
-        )
-        self.cache = cache
+        self.model, self.solvers, self.log = model, solvers, log
+        self.ranks, self.batches, self.cache = ranks, batches, cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
         self.rtn: RtnRun | None = None
@@ -483,11 +477,8 @@ class Walk:
                 *(() if self.rtn is None else (self.rtn.states.hidden,)),
             )
         )
-        weights, paths, heads = (
-            self.model.weights,
-            [quantized, *unquantized],
-            list[Iterable[Tensor]](),
-        )
+        weights, paths = self.model.weights, [quantized, *unquantized]
+        heads: list[Iterable[Tensor]] = []
         if self.head is not None:
             solver = self.solvers.of(head.module)
             paths = [solver.activation_quant(self.head)(path) for path in paths]

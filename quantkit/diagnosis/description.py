@@ -160,11 +160,8 @@ def _detect_formats(tensors: Mapping[str, TensorInfo]) -> list[Format]:
 
 
 def _required_suffixes(format: Format) -> tuple[str, ...]:
-    return tuple(
-        suffix
-        for suffix in format.own_suffixes
-        if suffix not in (".weight_zero_point", ".scale_bias", ".g_idx")
-    )
+    optional = (".weight_zero_point", ".scale_bias", ".g_idx")
+    return tuple(one for one in format.own_suffixes if one not in optional)
 
 
 def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str) -> bool:
@@ -311,11 +308,8 @@ def _compare_files(survey: Survey, description: Description, findings: Findings)
     _compare_opt_files(survey, block, description, findings)
     of_gptq = description.format is not None and description.format.name == "gptq"
     if of_gptq and block.get("lm_head") is True and not description.is_quantized(HEAD):
-        findings.add(
-            "plain-not-listed",
-            HEAD,
-            "config.json says that it is quantized, and it is stored unquantized",
-        )
+        evidence = "config.json says that it is quantized, and it is stored unquantized"
+        findings.add("plain-not-listed", HEAD, evidence)
     unquantized_names = block.get("modules_to_not_convert") if description.ignored is None else None
     covered = [
         module
@@ -324,11 +318,10 @@ def _compare_files(survey: Survey, description: Description, findings: Findings)
         if f"{module}.".startswith(f"{one}.")
     ]
     if covered:
-        findings.add(
-            "listed-but-quantized",
-            covered,
-            "modules_to_not_convert lists them as unquantized, and their tensors are quantized",
+        evidence = (
+            "modules_to_not_convert lists them as unquantized, and their tensors are quantized"
         )
+        findings.add("listed-but-quantized", covered, evidence)
     slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
     wrong = [
         name
@@ -501,8 +494,5 @@ def compare_lists(
         findings.add("listed-but-quantized", quantized, evidence)
     unlisted = [module for module in unquantized if not ignored(module)]
     if unlisted:
-        findings.add(
-            "plain-not-listed",
-            unlisted,
-            f"stored in 16 or 32 bits, and {where} does not list them as unquantized",
-        )
+        evidence = f"stored in 16 or 32 bits, and {where} does not list them as unquantized"
+        findings.add("plain-not-listed", unlisted, evidence)

@@ -6,6 +6,7 @@ and c are fitted first; the rest is rounding error, or a fault. The fitted c of 
 norm must be what the norm lost: a consumer that was left out (a router) computes something else.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -70,6 +71,10 @@ _SAME_MATRIX = 0.75
 """Cosine above which one matrix is another one, rounded."""
 
 
+Faults = dict[str, list[tuple[str, str]]]
+"""Module and evidence, by the name of the fault."""
+
+
 class SourceComparison:
     """Call add() with the rows of each linear, then finish()."""
 
@@ -89,8 +94,7 @@ class SourceComparison:
             row.module: row.gain_offset for row in structure.rows if row.role == "norm"
         }
         """What norms add to their stored gains."""
-        # Modules with more than a weight and a bias: scales, also of formats that are not
-        # read, and factors of their input.
+        # Modules with more than a weight and a bias: scales of any format, factors of their input.
         self.scaled = {
             name.rpartition(".")[0]
             for name in survey.tensors
@@ -113,14 +117,13 @@ class SourceComparison:
         self.noise: dict[str, float] = {}
         self.row_factors: dict[str, tuple[Tensor, tuple[tuple[int, int], ...]]] = {}
         self.errors: dict[str, tuple[float, int]] = {}
-        self.faults: dict[str, list[tuple[str, str]]] = {}
+        self.faults: Faults = defaultdict(list)
         self.unrelated: list[str] = []
         self.offsets: dict[str, float] = {}
 
     def add(self, module: str, rows: SampledRows) -> None:
         """The sampled rows of a linear, quantized or not."""
-        theirs = self._source_rows(module, rows)
-        if theirs is None:
+        if (theirs := self._source_rows(module, rows)) is None:
             return
         found = fit(rows.values, theirs)
         self.errors[module] = (found.error, rows.bits)
@@ -141,13 +144,13 @@ class SourceComparison:
                 else self._part_fault(module, rows, theirs, found)
             )
             if evidence:
-                self._fault("error-large", module, evidence)
+                self.faults["error-large"].append((module, evidence))
         elif rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
             self.matching.add(module)
             self._report_on_grid(module, found.error)
         else:
             name, evidence = self._explain(module, rows, theirs, found, shift)
-            self._fault(name, module, evidence)
+            self.faults[name].append((module, evidence))
 
     def _allowed(self, module: str, rows: SampledRows) -> float:
         linear = self.description.linears.get(module)
@@ -172,10 +175,8 @@ class SourceComparison:
         row = self.rows.get(module)
         biased = row and row.projection == "up" and f"{module}.bias" in self.survey.tensors
         scalable = not self.producers or module in self.producers or biased
-        if module in self.rows and not scalable and are_uneven(found.rows):
-            return (
-                "its rows have other sizes than the source's, which no other linear can compensate"
-            )
+        if row and not scalable and are_uneven(found.rows):
+            return "its rows have other sizes than the source's, which no linear can compensate"
         for axis, what in ((1, "rows"), (0, "columns")):
             size = theirs.square().mean(axis)
             lost = (rows.values == 0).all(axis) & (size > SMALL * size.median())
@@ -239,8 +240,8 @@ class SourceComparison:
             return "zero-points-off", f"all values are {shift:+.2f} steps off the source's"
         if order := self._order(rows, theirs):
             return "packing-order", f"{evidence}; with {order} it matches the source"
-        square = rows.values.shape[0] == rows.values.shape[1]
-        if square and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX:
+        is_square = rows.values.shape[0] == rows.values.shape[1]
+        if is_square and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX:
             return "transposed", f"{evidence}; it is the source's matrix transposed"
         if other := self._find_match(module, rows):
             name = _name_exchange(self.rows[module], self.rows[other])
@@ -273,27 +274,20 @@ class SourceComparison:
     def _candidates(self, module: str) -> Iterable[str]:
         """Linears of the same shape that writers exchange: gate and up, other experts of the layer,
         other layers."""
-        row = self.rows.get(module)
-        if row is None:
+        if (row := self.rows.get(module)) is None:
             return []
         same_shape = [
             other
             for other in self.rows.values()
             if other.shape == row.shape and other.module != module
         ]
-        near = [
-            other
-            for other in same_shape
-            if other.layer == row.layer
-            and (other.expert == row.expert or other.projection == row.projection)
+        same_parts = [
+            (one.expert == row.expert) + (one.projection == row.projection) for one in same_shape
         ]
-        far = [
-            other
-            for other in same_shape
-            if other.layer != row.layer
-            and (other.expert, other.projection) == (row.expert, row.projection)
-        ]
-        return [other.module for other in [*near, *far]][:512]
+        found = list(zip(same_shape, same_parts))
+        near = [one.module for one, parts in found if one.layer == row.layer and parts]
+        far = [one.module for one, parts in found if one.layer != row.layer and parts == 2]
+        return [*near, *far][:512]
 
     def _source_rows(self, module: str, rows: SampledRows) -> Tensor | None:
         """The same rows of the source; None if it lacks them or has another shape, or if `rows` are
@@ -316,9 +310,6 @@ class SourceComparison:
             values = values if axis == "N" else values.T
             cuts.append(values[start - first : stop - first])
         return torch.cat(cuts)
-
-    def _fault(self, name: str, module: str, evidence: str) -> None:
-        self.faults.setdefault(name, []).append((module, evidence))
 
     def finish(self) -> None:
         """Report the faults; if nothing matches, the checkpoint has another source."""
@@ -344,18 +335,18 @@ class SourceComparison:
             outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
             linear = row.module.removesuffix(".bias")
             scaled = self.row_factors.get(linear) if linear in self.producers else None
-            unchanged = row.role == "router_bias" or self._is_unscaled_norm(row)
+            unscaled = bool(self.producers) and row.module not in self.producers
+            unchanged = row.role == "router_bias" or (row.role == "norm" and unscaled)
             unchanged |= row.role == "state" and len(row.shape) != 2  # matrices read scaled inputs
             unchanged |= outside or (
                 row.role == "bias" and (linear not in self.producers or linear in self.matching)
             )
-            info = self.survey.tensors.get(row.name)
-            if not unchanged or info is None or row.module in self.description.linears:
+            info, stored = (
+                one.get(row.name) for one in (self.survey.tensors, self.checkpoint.tensors)
+            )
+            if not unchanged or info is None or stored is None or info.shape != stored.shape:
                 continue
-            if (
-                not self.checkpoint.has(row.name)
-                or info.shape != self.checkpoint.tensors[row.name].shape
-            ):
+            if row.module in self.description.linears:
                 continue
             if len(row.shape) == 2:
                 rows = sample_unquantized_rows(self.survey, row.name)
@@ -377,14 +368,11 @@ class SourceComparison:
                 self._report_on_grid(row.name, error)
             elif error > (_CORRECTED_BIAS if row.role == "bias" else 0.02):
                 evidence = f"stored unquantized, and {error:.0%} off the source's"
-                self._fault("error-large", row.name, evidence)
-
-    def _is_unscaled_norm(self, row: Parameter) -> bool:
-        return row.role == "norm" and bool(self.producers) and row.module not in self.producers
+                self.faults["error-large"].append((row.name, evidence))
 
     def _check_folding(self) -> None:
         """For each norm: what it lost, each of its consumers must have gained."""
-        wrong: dict[str, list[tuple[str, str]]] = {}
+        wrong: Faults = defaultdict(list)
         for group in self.groups:
             if group.producer_is_norm:
                 self._check_group(group, wrong)
@@ -404,10 +392,10 @@ class SourceComparison:
                 ours, theirs = gains
                 lost[group.producer] = mean_log(theirs) - mean_log(ours)
         faults = list(size_faults(self.groups, self.gains, lost))
-        if faults and not self.findings.has("scales-absurd"):
+        if not self.findings.has("scales-absurd"):
             self.findings.add_groups({"scales-absurd": faults})
 
-    def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
+    def _check_group(self, group: ScaleGroup, wrong: Faults) -> None:
         gains = self._norm_gains(group.producer)
         if gains is None or not bool(torch.isfinite(gains[0]).all()):
             return
@@ -425,8 +413,7 @@ class SourceComparison:
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
             noise = _NOISE * self.noise.get(module, 0.0)
             follows = off < _FOLLOWS * moved or moved < max(_FOLD_TOLERANCE, noise)
-            # The size of a linear whose outputs were scaled too, or of one whose norm is the
-            # source's, is free here; see `size_faults`.
+            # Free where outputs were scaled too, or the norm is the source's: see `size_faults`.
             resized = (
                 module not in self.producers
                 and not bool(torch.isclose(lost.median(), torch.ones(()), atol=_FOLD_TOLERANCE))
@@ -439,9 +426,8 @@ class SourceComparison:
                     f"{float(lost.median()):.3g} (spread {moved:.2f}), and the columns of {module} "
                     f"were multiplied by others (off by {off:.2f} in log)"
                 )
-                wrong.setdefault(
-                    "router-not-compensated" if router else "folding-broken", []
-                ).append((module, evidence))
+                name = "router-not-compensated" if router else "folding-broken"
+                wrong[name].append((module, evidence))
 
     def _norm_gains(self, module: str) -> tuple[Tensor, Tensor] | None:
         """Gains of a norm here and in the source, float32 [K]; None if one of them lacks it or
@@ -454,19 +440,16 @@ class SourceComparison:
         offset = self.gain_offsets.get(module, 0.0)
         return (ours + offset, theirs + offset) if ours.shape == theirs.shape else None
 
-    def _check_chain(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
+    def _check_chain(self, group: ScaleGroup, wrong: Faults) -> None:
         """Row factors of a linear against the column factors of its consumer, for the sampled
         rows."""
         if group.producer not in self.matching or group.producer not in self.row_factors:
             return
         lost, ranges = self.row_factors[group.producer]
+        outputs = self.rows[group.producer].shape[0]
         for module in group.consumers:
             gained = self.columns.get(module)
-            if (
-                module not in self.matching
-                or gained is None
-                or gained.shape[0] != self.rows[group.producer].shape[0]
-            ):
+            if module not in self.matching or gained is None or len(gained) != outputs:
                 continue
             product = torch.cat([gained[start:stop] for start, stop in ranges]) * lost
             off, moved = spread_of(product), max(spread_of(gained), spread_of(lost))
@@ -475,7 +458,7 @@ class SourceComparison:
                     f"rows of {group.producer} and columns of {module} were scaled, and deviate "
                     f"by {off:.2f} in log together"
                 )
-                wrong.setdefault("folding-broken", []).append((module, evidence))
+                wrong["folding-broken"].append((module, evidence))
 
     def _columns(self, module: str) -> Tensor | None:
         """Column factors [K] of a module; an unquantized one is fitted now."""
@@ -485,8 +468,7 @@ class SourceComparison:
         if not self.is_unquantized(name):
             return None
         rows = sample_unquantized_rows(self.survey, name)
-        theirs = self._source_rows(module, rows)
-        if theirs is None:
+        if (theirs := self._source_rows(module, rows)) is None:
             return None
         found = fit(rows.values, theirs)
         self.noise[module] = column_noise(rows.values, theirs, found)

@@ -1,7 +1,9 @@
 """Validation of the source before the first weight is read."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from quantkit.grids.base import Grid
 from quantkit.models import check_missing, is_known
 from quantkit.models import tensor_names as by_name_models
 from quantkit.models.hf_traced.architecture import TracedArchitecture
-from quantkit.models.module_tree import read_tree
+from quantkit.models.hf_traced.module_tree import read_tree
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.quantization.fitting import GROUP_SIZES
@@ -32,6 +34,53 @@ DROPPED = {
 }
 """Tensors that a source may hold in addition to the parameters, by pattern, and why they are
 dropped."""
+
+
+_NAMED = 6
+"""Kinds of tensors listed."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """share: of the weights outside embeddings and heads, those quantized. left: number of
+    unquantized weights, by tensor name with N for numbers, the most first. quantized: number of
+    quantized ones."""
+
+    share: float
+    left: dict[str, int]
+    quantized: int = 0
+
+    def __str__(self) -> str:
+        names = [
+            f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
+        ]
+        more = f" and {len(self.left) - _NAMED} more" if len(self.left) > _NAMED else ""
+        count = self.quantized + sum(self.left.values())
+        digits = ",.0f" if count >= 10**8 else ".3g"
+        return (
+            f"{self.quantized / 1e6:{digits}} of {count / 1e6:{digits}} M weights, "
+            f"{self.quantized / max(count, 1):.0%}; left at 16 bits: "
+            f"{', '.join(names) or 'none'}{more}"
+        )
+
+
+def coverage(
+    rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]
+) -> Coverage:
+    """quantized: modules that the output holds packed. config: config.json, whose vocab_size
+    identifies embeddings and heads."""
+    vocab = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    total, taken, left = 0, 0, Counter[str]()
+    for row in rows:
+        count = math.prod(row.shape)
+        if len(row.shape) < 2:
+            continue
+        if row.module in quantized:
+            taken += count
+        else:
+            left[re.sub(r"\.\d+(?=\.|$)", ".N", row.name)] += count
+        total += count if row.shape[0] != vocab or row.module in quantized else 0
+    return Coverage(taken / total if total else 0.0, dict(left.most_common()), taken)
 
 
 @dataclass(frozen=True)

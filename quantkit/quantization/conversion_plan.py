@@ -23,7 +23,7 @@ from quantkit.grids.base import Grid, Weight, dequantize, grid_label, relative_e
 from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Weight
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models import is_known, tensor_names
-from quantkit.models.module_tree import read_tree
+from quantkit.models.hf_traced.module_tree import read_tree
 from quantkit.models.stored_parameters import check_listed, read_model
 from quantkit.models.table import Parameter
 

@@ -7,12 +7,9 @@ Only headers and small files are read.
 """
 
 import math
-import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 from quantkit.calibrate.source_model import units_of
 from quantkit.checkpoint.formats import compressed_mixed, modelslim
@@ -24,7 +21,6 @@ from quantkit.engines.cache_scales import check_cache
 from quantkit.engines.check import check_model
 from quantkit.engines.profiles import (
     FormatChoice,
-    MixtureChoice,
     choose,
     find_engine,
 )
@@ -37,10 +33,12 @@ from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scale
 from quantkit.models.stored_parameters import check_stored_head, read_model
 from quantkit.models.table import Parameter
 from quantkit.quantization.checks import (
+    Coverage,
     Inventory,
     check_companions,
     check_given_groups,
     check_length,
+    coverage,
     take_inventory,
 )
 from quantkit.quantization.fitting import (
@@ -62,52 +60,6 @@ from quantkit.quantization.mixed_precision import (
 from quantkit.quantization.pruning import open_pruned
 from quantkit.quantization.request import MIXING, WITHOUT_CACHE, JobRequest
 from quantkit.quantization.rotation import RotatedCheckpoint, has_head, open_rotated
-
-_NAMED = 6
-"""Kinds of tensors listed."""
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """share: of the weights outside embeddings and heads, those quantized. left: number of
-    unquantized weights, by tensor name with N for numbers, the most first. quantized: number of
-    quantized ones."""
-
-    share: float
-    left: dict[str, int]
-    quantized: int = 0
-
-    def __str__(self) -> str:
-        names = [
-            f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
-        ]
-        more = f" and {len(self.left) - _NAMED} more" if len(self.left) > _NAMED else ""
-        count = self.quantized + sum(self.left.values())
-        digits = ",.0f" if count >= 10**8 else ".3g"
-        return (
-            f"{self.quantized / 1e6:{digits}} of {count / 1e6:{digits}} M weights, "
-            f"{self.quantized / max(count, 1):.0%}; left at 16 bits: "
-            f"{', '.join(names) or 'none'}{more}"
-        )
-
-
-def coverage(
-    rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]
-) -> Coverage:
-    """quantized: modules that the output holds packed. config: config.json, whose vocab_size
-    identifies embeddings and heads."""
-    vocab = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    total, taken, left = 0, 0, Counter[str]()
-    for row in rows:
-        count = math.prod(row.shape)
-        if len(row.shape) < 2:
-            continue
-        if row.module in quantized:
-            taken += count
-        else:
-            left[re.sub(r"\.\d+(?=\.|$)", ".N", row.name)] += count
-        total += count if row.shape[0] != vocab or row.module in quantized else 0
-    return Coverage(taken / total if total else 0.0, dict(left.most_common()), taken)
 
 
 @dataclass(frozen=True)
@@ -342,7 +294,7 @@ def _fitted(job: Job) -> Job:
             ),
         )
 
-    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
+    name = request.mixed_format
     mixes = name in request.scheme.formats and (choice is None or mixed_choice is not None)
     other = MIXING[name] if mixes and request.named_format is None else None
     if job.target.writes_mixtures or MIXING.get(request.format) is modelslim.FORMAT:
@@ -373,7 +325,8 @@ def _fitted(job: Job) -> Job:
         job = _as_mixture(job, fit.grids)
     else:
         scheme = replace(request.scheme, weight=fit.base)
-        request = replace(request, scheme=scheme, choice=_with_base(choice, fit.base))
+        choice = None if choice is None else replace(choice, grid=fit.base)
+        request = replace(request, scheme=scheme, choice=choice)
         job = replace(job, request=request, grids=fit.grids)
     return replace(job, fit=note)
 
@@ -397,18 +350,11 @@ def _as_many_bits(engine: str, scheme: Scheme) -> list[str]:
     ]
 
 
-def _with_base(
-    choice: FormatChoice | MixtureChoice | None, base: Grid
-) -> FormatChoice | MixtureChoice | None:
-    """The choice with the scheme's grid in other groups."""
-    return None if choice is None else replace(choice, grid=base)
-
-
 def _without_kept(job: Job) -> Job:
     """The job without linears to keep; in a mixed-precision format if the rest is on more grids
     than the scheme's."""
     request, mixed_choice = job.request, job.request.mixed_choice
-    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
+    name = request.mixed_format
     free = (
         request.choice is None
         and request.named_format in (None, name)
@@ -459,14 +405,13 @@ def _overridden(job: Job) -> Job:
 def _as_mixture(job: Job, grids: Mapping[str, Grid]) -> Job:
     """The job in the format of mixed precision, on these grids."""
     request, mixed_choice = job.request, job.request.mixed_choice
-    name = mixed_choice.format if mixed_choice else compressed_mixed.FORMAT.name
     base = mixed_choice.grid if mixed_choice else request.scheme.weight
     grids = {
         module: base if grid == request.scheme.weight else grid for module, grid in grids.items()
     }
     request = replace(
         request,
-        target=MIXING[name],
+        target=MIXING[request.mixed_format],
         choice=mixed_choice,
         scheme=replace(request.scheme, weight=base),
     )

@@ -56,6 +56,11 @@ class JobRequest:
         return self.target.name
 
     @property
+    def mixed_format(self) -> str:
+        """In which linears would be on several grids."""
+        return self.mixed_choice.format if self.mixed_choice else compressed_mixed.FORMAT.name
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """Empty for a run without calibration."""
         return self.scheme.methods if self.recipe.methods is None else self.recipe.methods

@@ -10,7 +10,7 @@ from quantkit.common.plots import layer_plot
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.quantization.bit_allocation import describe_grids
-from quantkit.quantization.job import Coverage
+from quantkit.quantization.checks import Coverage
 from quantkit.quantization.report import describe_drafts, judge
 
 

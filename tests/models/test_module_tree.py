@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
-from quantkit.models.module_tree import read_tree
+from quantkit.models.hf_traced.module_tree import read_tree
 from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.run import quantize
 

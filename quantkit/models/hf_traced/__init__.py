@@ -1,6 +1,7 @@
 """Architectures without a file of their own, computed by transformers' modules and analysed by
 tracing.
 
+    module_tree.py     the model as transformers builds it: its linears, and the names of its tensors
     skeleton.py        the model without weights: its decoder layers and how they are called
     layer.py           one decoder layer over weights that the caller provides, or half of it
     scale_groups.py    probe weights, and scale groups found by scaling norms and linears

@@ -22,7 +22,8 @@ from quantkit.models.hf_traced.embed_and_head import (
 )
 from quantkit.models.hf_traced.experts import StackedExperts, UnsupportedExperts, trace_experts
 from quantkit.models.hf_traced.layer import DecoderLayer, SiteWeights
-from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
+from quantkit.models.hf_traced.module_tree import RTN_REMEDY, check_built
+from quantkit.models.hf_traced.skeleton import Skeleton
 from quantkit.models.hf_traced.sublayers import LayerTrace, trace_layer
 from quantkit.models.hyper_connections import packed_width
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split

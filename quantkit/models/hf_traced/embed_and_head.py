@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.layer import replace_forwards
+from quantkit.models.hf_traced.module_tree import RTN_REMEDY
 from quantkit.models.hf_traced.scale_groups import SAME, distance
-from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, RTN_REMEDY, Skeleton
+from quantkit.models.hf_traced.skeleton import PROBE_TOKENS, Skeleton
 
 Read = Callable[[str], Tensor]
 """A stored tensor by name, in its stored dtype."""

@@ -25,8 +25,8 @@ from quantkit.models.hf_traced.experts import (
     experts_modules,
     trace_experts,
 )
-from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton, check_built
-from quantkit.models.module_tree import in_words
+from quantkit.models.hf_traced.module_tree import RTN_REMEDY, check_built, in_words
+from quantkit.models.hf_traced.skeleton import Skeleton
 
 
 def transformers_warning(path: Path) -> str:

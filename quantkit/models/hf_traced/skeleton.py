@@ -16,25 +16,26 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.experts import experts_modules
-from quantkit.models.hyper_connections import pack_streams, repack_streams, unpack_streams
-from quantkit.models.module_tree import (
+from quantkit.models.hf_traced.module_tree import (
+    RTN_REMEDY,
     Assembled,
     assembled_tensors,
-    build_model,
+    build_layers,
     decoder_stack,
     in_words,
     linear_weights,
-    not_built,
     published_names,
     text_model,
 )
+from quantkit.models.hyper_connections import pack_streams, repack_streams, unpack_streams
 
 PROBE_TOKENS = 8
 """Tokens of the sequences that are run to trace a model, at least."""
@@ -44,7 +45,9 @@ _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
 """Config names of the length of the longest text."""
 _SELECTION = "prev_topk_indices"
 """Argument of a layer of sparse attention: the tokens that an earlier layer's indexer selected."""
-RTN_REMEDY = "use --scheme rtn-w4a16, which needs no calibration"
+
+
+Stored = TypeVar("Stored", str, Assembled)
 
 
 class _StopForward(Exception):
@@ -65,8 +68,10 @@ class Call:
     def on(self, device: torch.device) -> "Call":
         """The same with its tensors on a device."""
         return Call(
-            _to_device(self.args, device),
-            {key: _to_device(value, device) for key, value in self.kwargs.items()},
+            *tree_map(
+                lambda one: one.to(device) if isinstance(one, Tensor) else one,
+                (self.args, dict(self.kwargs)),
+            )
         )
 
 
@@ -80,7 +85,7 @@ class Skeleton:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.label = f"model_type {config.get('model_type')!r}"
-        self.model: Any = _build(config, self.label)
+        self.model: Any = build_layers(config, self.label)
         self.text: Any = text_model(self.model)
         stack = dict(decoder_stack(self.model))
         self.prefixes, self.layers = list(stack), list(stack.values())
@@ -111,19 +116,17 @@ class Skeleton:
     def names(self, layer: int) -> dict[str, str]:
         """Tensor name inside the layer -> name in checkpoints, for tensors stored in the same
         form."""
-        prefix = f"{self.prefixes[layer]}."
-        return {
-            name.removeprefix(prefix): disk
-            for name, disk in self.published.items()
-            if name.startswith(prefix)
-        }
+        return self._inside(layer, self.published)
 
     def assembled_names(self, layer: int) -> dict[str, Assembled]:
         """Tensor name inside the layer -> how it is stored, for tensors stored in another form."""
+        return self._inside(layer, self.assembled)
+
+    def _inside(self, layer: int, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         prefix = f"{self.prefixes[layer]}."
         return {
             name.removeprefix(prefix): one
-            for name, one in self.assembled.items()
+            for name, one in tensors.items()
             if name.startswith(prefix)
         }
 
@@ -458,35 +461,6 @@ def _is_unfilled(module: Any, key: str) -> bool:
     return bool(table.is_floating_point() and table.isnan().any())
 
 
-def check_built(config: Mapping[str, Any]) -> None:
-    """Raise QuantkitError where config.json names no architecture, and where transformers, an
-    optional dependency, is missing or does not know it."""
-    if not config.get("model_type"):
-        raise QuantkitError(
-            "it has no model_type, by which the model's code is chosen",
-            "use the config.json that came with the model",
-        )
-    if why := not_built(config):
-        without = "" if "not installed" in why else f", or {RTN_REMEDY}"
-        raise QuantkitError(
-            f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
-            f"and {why}",
-            f"pip install -U transformers{without}",
-        )
-
-
-def _build(config: Mapping[str, Any], label: str) -> Any:
-    try:
-        return build_model(config, "sdpa").eval()
-    except Exception:  # an unsupported attention implementation or config
-        try:
-            return build_model(config, "eager").eval()
-        except Exception as fault:
-            raise QuantkitError(
-                f"{label}: transformers does not build it ({in_words(fault)})", RTN_REMEDY
-            ) from fault
-
-
 def _id_arguments(calls: list[Call], *texts: Tensor) -> set[str]:
     """Keyword arguments that are the token ids in every call; each of the texts [L] has as many
     calls."""
@@ -504,38 +478,19 @@ def _id_arguments(calls: list[Call], *texts: Tensor) -> set[str]:
     }
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return (
-        type(value)(_to_device(one, device) for one in value)
-        if type(value) in (tuple, list)
-        else value
-    )
-
-
 def _nbytes(*of_lengths: list[Call]) -> int:
     """Bytes of the tensors in calls; many calls share tensors."""
-    found: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, tuple | list):
-            for one in value:
-                visit(one)
-
-    for calls in of_lengths:
-        for call in calls:
-            visit([*call.args, *call.kwargs.values()])
-    return sum(found.values())
+    calls = [(call.args, dict(call.kwargs)) for made in of_lengths for call in made]
+    found = (one for one in tree_leaves(calls) if isinstance(one, Tensor))
+    return sum({one.data_ptr(): one.nbytes for one in found}.values())
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return isinstance(a, Tensor) == isinstance(b, Tensor)
+    """Whether two structures have the same form and tensors."""
+    (ours, form), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return form == other and all(
+        one.shape == two.shape and torch.equal(one, two)
+        if isinstance(one, Tensor) and isinstance(two, Tensor)
+        else isinstance(one, Tensor) == isinstance(two, Tensor)
+        for one, two in zip(ours, theirs)
+    )

@@ -17,6 +17,7 @@ from quantkit.models.hf_traced.layer import (
     NotExperts,
     OtherInputs,
 )
+from quantkit.models.hf_traced.module_tree import RTN_REMEDY, in_words
 from quantkit.models.hf_traced.scale_groups import (
     SAME,
     ForwardTrace,
@@ -25,8 +26,7 @@ from quantkit.models.hf_traced.scale_groups import (
     TracedGroup,
     distance,
 )
-from quantkit.models.hf_traced.skeleton import RTN_REMEDY, Skeleton
-from quantkit.models.module_tree import in_words
+from quantkit.models.hf_traced.skeleton import Skeleton
 
 
 @dataclass(frozen=True)

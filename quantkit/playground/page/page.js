@@ -17,7 +17,7 @@ function percent(value) {
   return value >= 0.001 ? `${(100 * value).toFixed(1)} %` : value.toExponential(1);
 }
 
-function tell(text, fault = false) {
+function showStatus(text, fault = false) {
   byId("status").textContent = text;
   byId("status").classList.toggle("fault", fault);
 }
@@ -142,7 +142,7 @@ function take(event) {
   else if (event.kind === "done") {
     const end = { stop: "ended by itself", length: "cut at the limit" }[event.reason] || event.reason;
     side.facts.textContent = `${event.count} tokens, ${(event.count / event.seconds).toFixed(1)} tokens/s, ${end}`;
-    tell("reading the answers ...");
+    showStatus("reading the answers ...");
   } else if (event.kind === "parted") state.parted = event.at === null ? undefined : event.at;
   else if (event.kind === "scored") {
     if (event.as !== undefined) Object.assign(event, state.sides[event.as].scored, { side: event.side });
@@ -162,7 +162,7 @@ async function play() {
   state.stop = new AbortController();
   byId("go").disabled = true;
   byId("stop").disabled = false;
-  tell("answering ...");
+  showStatus("answering ...");
   try {
     const asked = { prompt: byId("prompt").value, raw: byId("raw").checked, max_new_tokens: Number(byId("most").value) };
     const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked), signal: state.stop.signal };
@@ -170,10 +170,10 @@ async function play() {
     if (!answer.ok) throw new Error((await answer.json()).error);
     await lines(answer.body);
     const same = state.names.length === 2 && state.parted === undefined;
-    tell(same ? "both wrote the same" : state.parted === undefined ? "" : `the greedy outputs diverge at token ${state.parted + 1}`);
+    showStatus(same ? "both wrote the same" : state.parted === undefined ? "" : `the greedy outputs diverge at token ${state.parted + 1}`);
   } catch (fault) {
-    if (fault.name === "AbortError") tell("stopped");
-    else tell(fault.message, true);
+    if (fault.name === "AbortError") showStatus("stopped");
+    else showStatus(fault.message, true);
   } finally {
     byId("go").disabled = false;
     byId("stop").disabled = true;

@@ -42,6 +42,8 @@ _STREAMS = ("hc_mult", "hc_count")
 _BOTTLENECK = 8
 """A linear of linear attention with this many times fewer channels than the stream controls it."""
 
+RTN_REMEDY = "use --scheme rtn-w4a16, which needs no calibration"
+
 
 @dataclass(frozen=True)
 class ModuleTree:
@@ -104,6 +106,36 @@ def not_built(config: Mapping[str, Any]) -> str:
         if not isinstance(value, int) or value > _MOST[key]
     )
     return next(odd, "")
+
+
+def check_built(config: Mapping[str, Any]) -> None:
+    """Raise QuantkitError where config.json names no architecture, and where transformers, an
+    optional dependency, is missing or does not know it."""
+    if not config.get("model_type"):
+        raise QuantkitError(
+            "it has no model_type, by which the model's code is chosen",
+            "use the config.json that came with the model",
+        )
+    if why := not_built(config):
+        without = "" if "not installed" in why else f", or {RTN_REMEDY}"
+        raise QuantkitError(
+            f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
+            f"and {why}",
+            f"pip install -U transformers{without}",
+        )
+
+
+def build_layers(config: Mapping[str, Any], label: str) -> Any:
+    """The model, as `build_model` builds it, to be run. label: of it in an error."""
+    try:
+        return build_model(config, "sdpa").eval()
+    except Exception:  # an unsupported attention implementation or config
+        try:
+            return build_model(config, "eager").eval()
+        except Exception as fault:
+            raise QuantkitError(
+                f"{label}: transformers does not build it ({in_words(fault)})", RTN_REMEDY
+            ) from fault
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
