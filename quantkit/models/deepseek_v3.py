@@ -278,6 +278,14 @@ def attention_scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     return [*groups, group]
 
 
+def gated_scale_groups(config: Config, layer: int, gate: str) -> list[ScaleGroup]:
+    """With a linear `gate` that reads what the first linears do and multiplies the input of o_proj
+    channel by channel."""
+    first, *others = attention_scale_groups(config, layer)
+    first = replace(first, consumers=(*first.consumers, gate))
+    return [first, *(replace(group, head_width=0) for group in others)]
+
+
 class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
@@ -333,14 +341,12 @@ def mlp_of(config: Config, layer: int, weights: Weights) -> Mlp | MoeMlp:
 
 
 class DecoderLayer(decoder.DecoderLayer):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        attention, mlp = self.attention_of(config, layer, weights), mlp_of(config, layer, weights)
-        super().__init__(f"model.layers.{layer}", config.rms_norm_eps, weights, attention, mlp)
+    attention_class: Callable[[Any, int, Weights], Callable[[Tensor, Context], Tensor]] = Attention
 
-    def attention_of(
-        self, config: Any, layer: int, weights: Weights
-    ) -> Callable[[Tensor, Context], Tensor]:
-        return Attention(config, layer, weights)
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        attention = self.attention_class(config, layer, weights)
+        mlp = mlp_of(config, layer, weights)
+        super().__init__(f"model.layers.{layer}", config.rms_norm_eps, weights, attention, mlp)
 
 
 class Model(decoder.Model):

@@ -186,8 +186,7 @@ class Attention(deepseek_v3.Attention):
 
 
 class DecoderLayer(deepseek_v3.DecoderLayer):
-    def attention_of(self, config: Config, layer: int, weights: Weights) -> Attention:
-        return Attention(config, layer, weights)
+    attention_class = Attention
 
 
 class Model(decoder.Model):

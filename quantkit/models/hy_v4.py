@@ -154,11 +154,9 @@ def parameters(config: Config) -> list[Parameter]:
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one layer, producers before their consumers' own groups; no scale
-    passes through clamped gates. The output gate multiplies channel by channel."""
+    passes through clamped gates."""
     a = f"model.layers.{layer}.self_attn"
-    first, *others = deepseek_v3.attention_scale_groups(config, layer)
-    first = replace(first, consumers=(*first.consumers, f"{a}.linear_gate"))
-    groups = [first, *(replace(group, head_width=0) for group in others)]
+    groups = deepseek_v3.gated_scale_groups(config, layer, f"{a}.linear_gate")
     if config.has_indexer(layer):
         groups = with_indexer(groups, f"{a}.indexer")
     groups += deepseek_v3.feed_forward_scale_groups(config, layer)
@@ -189,8 +187,7 @@ class GatedStreamsLayer(hyper_connections.HyperConnectionLayer):
 class GatedMtpBlock(deepseek_v3.DecoderLayer):
     """An MTP layer's block, with one residual stream."""
 
-    def attention_of(self, config: Config, layer: int, weights: Weights) -> Attention:
-        return Attention(config, layer, weights)
+    attention_class = Attention
 
 
 def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLayer:

@@ -4,7 +4,7 @@ decay per key channel: its tensors, scale groups and forward.
 Symbols: T tokens, H hidden_size, G heads, D head_dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -159,3 +159,16 @@ class KimiDeltaAttention:
             rate.unsqueeze(2),
         )
         return self.out(context.attend_delta(self.layer, inputs, self.weights))
+
+
+def attention_of(
+    latent: Callable[[Any, int, Weights], Callable[[Tensor, Context], Tensor]],
+    config: Any,
+    layer: int,
+    weights: Weights,
+) -> Callable[[Tensor, Context], Tensor]:
+    """A layer's attention: linear by its number, else `latent`."""
+    if (net := config.delta(layer)) is None:
+        return latent(config, layer, weights)
+    prefix = f"model.layers.{layer}.self_attn"
+    return KimiDeltaAttention(net, layer, prefix, config.rms_norm_eps, weights)

@@ -30,7 +30,7 @@ from quantkit.models.config import (
     refuse_other_values,
 )
 from quantkit.models.kimi_delta import (
-    KimiDeltaAttention,
+    attention_of,
     check_lower_bound,
     delta_parameters,
     delta_scale_groups,
@@ -146,15 +146,13 @@ def parameters(config: Config) -> list[Parameter]:
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one layer, producers before their consumers' own groups; no scale
-    passes through SiTU. The gate of latent attention multiplies channel by channel."""
+    passes through SiTU."""
     p = f"model.layers.{layer}"
     a, norm = f"{p}.self_attn", f"{p}.post_attention_layernorm"
     if (net := config.delta(layer)) is not None:
         groups = delta_scale_groups(net, a, f"{p}.input_layernorm")
     else:
-        first, *others = deepseek_v3.attention_scale_groups(config, layer)
-        groups = [replace(first, consumers=(*first.consumers, f"{a}.g_proj"))]
-        groups += [replace(group, head_width=0) for group in others]
+        groups = deepseek_v3.gated_scale_groups(config, layer, f"{a}.g_proj")
     if config.is_moe(layer):
         module, experts = f"{p}.{config.mixture_module}", config.n_routed_experts
         groups += latent_scale_groups(module, norm, experts, config.mixture)
@@ -175,12 +173,7 @@ class Attention(deepseek_v3.Attention):
 class DecoderLayer(AttentionResidualLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         weights, p = RenamedWeights(weights, _rename), f"model.layers.{layer}"
-        attention: Attention | KimiDeltaAttention
-        if (net := config.delta(layer)) is None:
-            attention = Attention(config, layer, weights)
-        else:
-            eps = config.rms_norm_eps
-            attention = KimiDeltaAttention(net, layer, f"{p}.self_attn", eps, weights)
+        attention = attention_of(Attention, config, layer, weights)
         self.latent: LatentMoe | None = None
         if config.is_moe(layer):
             module = f"{p}.{config.mixture_module}"

@@ -6,6 +6,7 @@ DeepSeek-V3's routing.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from quantkit.models import decoder, deepseek_v3
@@ -20,7 +21,7 @@ from quantkit.models.config import (
 )
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.kimi_delta import (
-    KimiDeltaAttention,
+    attention_of,
     delta_parameters,
     delta_scale_groups,
     delta_units,
@@ -29,7 +30,6 @@ from quantkit.models.kimi_delta import (
 from quantkit.models.mlp import MixtureNames, MlpNames, check_groups
 from quantkit.models.rope import DEFAULT_THETA, Rope
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.weights import Weights
 
 _NAMES = {
     "num_experts": "n_routed_experts",
@@ -183,13 +183,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 
 
 class DecoderLayer(deepseek_v3.DecoderLayer):
-    def attention_of(
-        self, config: Config, layer: int, weights: Weights
-    ) -> deepseek_v3.Attention | KimiDeltaAttention:
-        if (net := config.delta(layer)) is None:
-            return deepseek_v3.Attention(config, layer, weights)
-        prefix = f"model.layers.{layer}.self_attn"
-        return KimiDeltaAttention(net, layer, prefix, config.rms_norm_eps, weights)
+    attention_class = staticmethod(partial(attention_of, deepseek_v3.Attention))
 
 
 class Model(decoder.Model):

@@ -10,12 +10,13 @@ activation, routing, rotary embedding), collectives. plans.py says which kernel 
 abi.py what the library's functions are given.
 """
 
+from functools import partial
+
 import torch
 
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
 from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare, mla_queries
-from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill, takes_selected
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.cuda.linears.linear import linear
@@ -29,12 +30,17 @@ from quantkit_kernels.cuda.operators import (
     silu_and_mul,
 )
 from quantkit_kernels.reference.functional import cache_layout
+from quantkit_kernels.triton.attention import prefill
+from quantkit_kernels.triton.attention.prefill import gqa_prefill, takes_selected
 from quantkit_kernels.weights import Weight
 
 LIMITS = {
     f"experts_{kind}": "gates other than SiLU alone, biases: another backend"
     for kind in ("int4", "int8", "fp4")
 }
+
+mla_prefill = partial(prefill.mla_prefill, rope=rope)
+"""The Triton backend's, with this one's rotary embedding."""
 
 
 def unusable(

@@ -7,12 +7,16 @@ the new tokens first and then attend to the cache, so results do not depend on h
 into chunks.
 """
 
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
 import torch
 from quantkit_kernels import (
     DeltaInputs,
     DeltaWeights,
     IndexNorm,
     IndexPages,
+    KeyValues,
     PagedKeys,
     PagedLatents,
     delta_step,
@@ -44,10 +48,11 @@ from quantkit.models.short_conv import (
 from quantkit.models.sparse import (
     IndexerInputs,
     attend_selected,
-    attend_selected_heads,
     visible_tokens,
 )
 from quantkit.models.weights import PrologOp
+
+Inputs = TypeVar("Inputs", Tensor, IndexerInputs, PooledInputs, DeltaInputs, CompressedInputs)
 
 
 class DecodeContext(CachedContext):
@@ -179,31 +184,13 @@ class DecodeContext(CachedContext):
         """As `models.context.Context.decode_mla`."""
         return prolog(x, self.cache_rotation(rope), self.slots, self.latents(layer), scale=scale)
 
-    def attend_gqa(
-        self,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        topk: int = 0,
+    def attend_heads(
+        self, q: Tensor, heads: KeyValues, scale: float, window: int, sinks: Tensor | None
     ) -> Tensor:
-        """As `models.context.Context.attend_gqa`."""
-        heads = self.cache.heads(layer, q.shape[2])
-        if topk and self.selected is not None:
-            return self.read_values(layer, attend_selected_heads(q, heads, self.selected, scale))
         keys, values, *scales = heads
-        pages = PagedKeys(
-            keys,
-            values,
-            self.block_table,
-            self.seq_lens,
-            self.lengths,
-            (scales[0], scales[1]) if scales else None,
-        )
-        return self.read_values(
-            layer, gqa_decode(q, pages, scale=scale, window=window, sinks=sinks)
-        )
+        steps = (scales[0], scales[1]) if scales else None
+        pages = PagedKeys(keys, values, self.block_table, self.seq_lens, self.lengths, steps)
+        return gqa_decode(q, pages, scale=scale, window=window, sinks=sinks)
 
 
 class MixedContext(CachedContext):
@@ -219,82 +206,61 @@ class MixedContext(CachedContext):
         )
         self.decode, self.prompts, self._rows = decode, prompts, len(decode.positions)
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[: self._rows], x[self._rows :]
+    def _parts(self, inputs: Inputs) -> Iterator[tuple[DecodeContext | PromptContext, Inputs]]:
+        """The inputs, a tensor [T, ...] or a tuple of them, of the rows and of the prompts."""
+        for one, part in (
+            (self.decode, slice(self._rows)),
+            (self.prompts, slice(self._rows, None)),
+        ):
+            own = inputs[part] if isinstance(inputs, Tensor) else (side[part] for side in inputs)
+            yield one, own if isinstance(inputs, Tensor) else type(inputs)(*own)  # type: ignore[misc]
 
     def select(
         self, layer: int, inputs: IndexerInputs, norm: IndexNorm, rope: Rope, topk: int
     ) -> None:
         """As `models.context.Context.select`."""
-        rows, tokens = (IndexerInputs(*part) for part in zip(*map(self._split, inputs)))
-        self.decode.select(layer, rows, norm, rope, topk)
-        self.prompts.select(layer, tokens, norm, rope, topk)
+        for one, own in self._parts(inputs):
+            one.select(layer, own, norm, rope, topk)
 
     def select_pooled(self, layer: int, inputs: PooledInputs, pooling: IndexPooling) -> None:
         """As `models.context.Context.select_pooled`."""
-        rows, tokens = (PooledInputs(*part) for part in zip(*map(self._split, inputs)))
-        self.decode.select_pooled(layer, rows, pooling)
-        self.prompts.select_pooled(layer, tokens, pooling)
+        for one, own in self._parts(inputs):
+            one.select_pooled(layer, own, pooling)
 
-    def attend_mla(
-        self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
-    ) -> Tensor:
+    def attend_mla(self, layer: int, q: Tensor, *how: Any) -> Tensor:
         """As `models.context.Context.attend_mla`: decode rows absorbed, prompts expanded."""
-        rows, tokens = self._split(q)
-        decoded = self.decode.attend_mla(layer, rows, kv_b, rope, scale, topk)
-        return torch.cat((decoded, self.prompts.attend_mla(layer, tokens, kv_b, rope, scale, topk)))
+        return torch.cat([one.attend_mla(layer, own, *how) for one, own in self._parts(q)])
 
     def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_latent_window`."""
-        rows, tokens = self._split(q)
-        decoded = self.decode.attend_latent_window(layer, rows, attention)
-        return torch.cat((decoded, self.prompts.attend_latent_window(layer, tokens, attention)))
+        parts = self._parts(q)
+        return torch.cat([one.attend_latent_window(layer, own, attention) for one, own in parts])
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
-        rows, tokens = self._split(x)
-        decoded = self.decode.convolve(layer, part, rows, kernel)
-        return torch.cat((decoded, self.prompts.convolve(layer, part, tokens, kernel)))
+        return torch.cat([one.convolve(layer, part, own, kernel) for one, own in self._parts(x)])
 
     def shifted(self, layer: int, part: int, x: Tensor, reach: int) -> Shifted:
         """As `models.context.Context.shifted`."""
-        rows, tokens = self._split(x)
-        both = (
-            self.decode.shifted(layer, part, rows, reach),
-            self.prompts.shifted(layer, part, tokens, reach),
-        )
+        both = [one.shifted(layer, part, own, reach) for one, own in self._parts(x)]
         return lambda steps: torch.cat([before(steps) for before in both])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""
-        rows, tokens = (DeltaInputs(*part) for part in zip(*map(self._split, inputs)))
-        decoded = self.decode.attend_delta(layer, rows, weights)
-        return torch.cat((decoded, self.prompts.attend_delta(layer, tokens, weights)))
+        parts = self._parts(inputs)
+        return torch.cat([one.attend_delta(layer, own, weights) for one, own in parts])
 
     def attend_compressed(
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
         """As `models.context.Context.attend_compressed`."""
-        rows, tokens = inputs.part(slice(self._rows)), inputs.part(slice(self._rows, None))
-        decoded = self.decode.attend_compressed(layer, rows, attention)
-        return torch.cat((decoded, self.prompts.attend_compressed(layer, tokens, attention)))
+        parts = self._parts(inputs)
+        return torch.cat([one.attend_compressed(layer, own, attention) for one, own in parts])
 
     def ngrams(self, token_ids: Tensor, rows: NgramRows) -> Tensor:
         """As `models.context.Context.ngrams`."""
-        own, tokens = self._split(token_ids)
-        return torch.cat((self.decode.ngrams(own, rows), self.prompts.ngrams(tokens, rows)))
+        return torch.cat([one.ngrams(own, rows) for one, own in self._parts(token_ids)])
 
-    def attend_gqa(
-        self,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        topk: int = 0,
-    ) -> Tensor:
+    def attend_gqa(self, layer: int, q: Tensor, *how: Any, **more: Any) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        rows, tokens = self._split(q)
-        how = (scale, window, sinks, topk)
-        decoded = self.decode.attend_gqa(layer, rows, *how)
-        return torch.cat((decoded, self.prompts.attend_gqa(layer, tokens, *how)))
+        return torch.cat([one.attend_gqa(layer, own, *how, **more) for one, own in self._parts(q)])

@@ -2,7 +2,7 @@
 are expanded from latent KV, which needs the least arithmetic; and what decoding shares with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from quantkit_kernels import (
     DeltaWeights,
     IndexNorm,
     IndexPages,
+    KeyValues,
     Norms,
     Prompts,
     Rotation,
@@ -76,7 +77,10 @@ class Chunk:
 
 
 class CachedContext(Positions):
-    """positions and slots [T] int64 of the new tokens. read_ngrams: for models with tables."""
+    """positions and slots [T] int64 of the new tokens. read_ngrams: for models with tables.
+    attend_heads: `attend_gqa` to all cached keys and values."""
+
+    attend_heads: Callable[[Tensor, KeyValues, float, int, Tensor | None], Tensor]
 
     def __init__(
         self,
@@ -140,9 +144,22 @@ class CachedContext(Positions):
         assert self._read_ngrams is not None, "a pass whose ids the host knows"
         return self._read_ngrams(rows)
 
-    def read_values(self, layer: int, attended: Tensor) -> Tensor:
-        """Attention output [T, heads, D], multiplied by the scales of values cached as codes."""
-        steps = self.cache.key_steps(layer)
+    def attend_gqa(
+        self,
+        layer: int,
+        q: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        topk: int = 0,
+    ) -> Tensor:
+        """As `models.context.Context.attend_gqa`. Values cached as codes are multiplied by their
+        scales afterwards."""
+        heads, steps = self.cache.heads(layer, q.shape[2]), self.cache.key_steps(layer)
+        if topk and self.selected is not None:
+            attended = attend_selected_heads(q, heads, self.selected, scale)
+        else:
+            attended = self.attend_heads(q, heads, scale, window, sinks)
         return attended if steps is None else scale_heads(attended, steps.values)
 
 
@@ -287,22 +304,10 @@ class PromptContext(CachedContext):
             row += chunk.length
         return torch.cat(out)
 
-    def attend_gqa(
-        self,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        topk: int = 0,
+    def attend_heads(
+        self, q: Tensor, heads: KeyValues, scale: float, window: int, sinks: Tensor | None
     ) -> Tensor:
-        """As `models.context.Context.attend_gqa`."""
-        heads = self.cache.heads(layer, q.shape[2])
-        if topk and self.selected is not None:
-            return self.read_values(layer, attend_selected_heads(q, heads, self.selected, scale))
-        return self.read_values(
-            layer, gqa_prefill(q, heads, self.prompts, scale=scale, window=window, sinks=sinks)
-        )
+        return gqa_prefill(q, heads, self.prompts, scale=scale, window=window, sinks=sinks)
 
 
 class PrefillContext(PromptContext):

@@ -19,7 +19,7 @@ from quantkit.models.indexer import (
     pooled_indexer_parameters,
     with_indexer,
 )
-from quantkit.models.kimi_delta import KimiDeltaAttention, delta_parameters, delta_scale_groups
+from quantkit.models.kimi_delta import attention_of, delta_parameters, delta_scale_groups
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
@@ -88,20 +88,14 @@ class StreamsLayer(hyper_connections.HyperConnectionLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p, weights = f"model.layers.{layer}", RenamedWeights(weights, _rename)
         mlp = deepseek_v3.mlp_of(config, layer, weights)
-        attention: Attention | KimiDeltaAttention
-        if (net := config.delta(layer)) is None:
-            attention = Attention(config, layer, weights)
-        else:
-            eps = config.rms_norm_eps
-            attention = KimiDeltaAttention(net, layer, f"{p}.self_attn", eps, weights)
+        attention = attention_of(Attention, config, layer, weights)
         super().__init__(p, config.streams, weights, attention, mlp, _NAMES)
 
 
 class MtpBlock(deepseek_v3.DecoderLayer):
     """An MTP layer's block, with one residual stream."""
 
-    def attention_of(self, config: Config, layer: int, weights: Weights) -> Attention:
-        return Attention(config, layer, weights)
+    attention_class = Attention
 
 
 def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLayer:
