@@ -81,6 +81,8 @@ class Comparison(Difference):
             seen += f"; by itself it would be {self.alone}, among {self.tasks} tasks it is not"
         if self.repeats_needed is not None:
             return f"cannot tell: {seen}; about {self.repeats_needed} repeats of both would decide"
+        if self.problems_needed is None:
+            return f"cannot tell: {seen}"
         return (
             f"cannot tell: {seen}; repeats will not decide, about {self.problems_needed} "
             "problems would"

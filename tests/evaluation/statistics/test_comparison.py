@@ -44,6 +44,7 @@ def test_several_tasks_are_corrected():
     assert {after[str(task)].verdict for task in range(40)} == {"cannot tell"}
     told = "by itself it would be lost, among 41 tasks it is not"
     assert told in after["0"].sentence()
+    assert "None" not in after["0"].sentence()
     assert after["0"].p_lost >= small.p_lost
     assert holm_corrected({"one": small})["one"].p_lost == small.p_lost
 
