@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FROM_HOST = ("tolist", "numpy", "__array__", "tensor", "as_tensor", "from_numpy", "frombuffer")
-"""Of torch and its tensors: what dispatches nothing that tells."""
-_UNTOLD = {"aten::lift_fresh", "aten::lift_fresh_copy"}
+"""Functions of torch and its tensors that read the host and dispatch no operator that shows it."""
+_FROM_NUMBERS = {"aten::lift_fresh", "aten::lift_fresh_copy"}
 """Operators on tensors that were made of Python's numbers."""
 _EMPTY = {
     f"aten::{name}"
@@ -158,7 +158,7 @@ class _Operators(TorchDispatchMode):
         out = func(*args, **named)
         recording, name = self._recording, func._schema.name
         made = out if isinstance(out, tuple | list) else (out,)
-        if name in _UNTOLD or _depends_on_values(func, args):
+        if name in _FROM_NUMBERS or _depends_on_values(func, args):
             recording.refuse(f"{name} depends on values")
         elif not all(isinstance(one, Tensor) for one in made):
             recording.refuse(f"{name} gives the host a value")

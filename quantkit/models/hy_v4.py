@@ -105,8 +105,8 @@ class Config(glm_moe_dsa.Config):
 
     @property
     def mixture(self) -> MixtureNames:
-        plain = super().mixture
-        return replace(plain, gating=self.gating, plain_gating=plain.gating)
+        inherited = super().mixture
+        return replace(inherited, gating=self.gating, other_gating=inherited.gating)
 
     @property
     def copied_prefixes(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class MixtureNames:
     bias: of the router, used for selection but not as a weight; logit_bias: added to the router's
     logits. shared_gate: linear [1, H] whose sigmoid scales the shared expert's output. linears: of
     the routed experts, and of the shared one without shared_linears. gating: their activation;
-    plain_gating: of the shared one and of dense layers, where it is another. expert_bias: whether
+    other_gating: of the shared one and of dense layers, where it is another. expert_bias: whether
     routed experts have biases.
     """
 
@@ -61,7 +61,7 @@ class MixtureNames:
     gating: Gating = SILU
     expert_bias: bool = False
     shared_linears: MlpNames | None = None
-    plain_gating: Gating | None = None
+    other_gating: Gating | None = None
 
     @property
     def of_shared(self) -> MlpNames:
@@ -71,7 +71,7 @@ class MixtureNames:
     @property
     def dense_gating(self) -> Gating:
         """Activation of the shared expert and of dense layers."""
-        return self.plain_gating or self.gating
+        return self.other_gating or self.gating
 
 
 DEFAULT_MIXTURE = MixtureNames()

@@ -121,8 +121,8 @@ def attend_selected(
         pages = (
             _copied(cache, slots, counts) if single is None else PagedLatents(single, slots, counts)
         )
-        turned = Rotation(cos, sin, rotation.interleaved)
-        out.append(mla_decode(q[first : first + step], kv_b, turned, pages, scale=scale))
+        of_rows = Rotation(cos, sin, rotation.interleaved)
+        out.append(mla_decode(q[first : first + step], kv_b, of_rows, pages, scale=scale))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 

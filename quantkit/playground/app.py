@@ -9,7 +9,6 @@ Origin are rejected (executor/server/guard.py).
 
 import asyncio
 import json
-import signal
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
 from quantkit.common.pages import style_sheet
 from quantkit.executor.server.guard import Faults, LoopbackOnly
@@ -185,11 +183,4 @@ def serve(playground: Playground, port: int, sockets: Sequence[socket]) -> None:
     the address is in use."""
     config = uvicorn.Config(create_app(playground), log_level="warning", access_log=False)
     config.timeout_graceful_shutdown = 2
-    server = HttpServer(config)
-    # uvicorn raises the signal again after its shutdown; being stopped is not a failure.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    try:
-        server.run(list(sockets))
-    except OSError as fault:
-        raise bind_error(HOST, port, fault) from fault
+    HttpServer(config).run_at(HOST, port, sockets)

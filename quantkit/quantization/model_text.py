@@ -143,8 +143,8 @@ def _prompts(tokenizer: ChatTokenizer, own: list[Document], recipe: Recipe) -> I
     rng, longest = random.Random(recipe.seed), int(recipe.seq_len * _LONGEST_QUESTION)
     code = (("", tokenizer.encode(text)) for text in cycle(_CODE))
     turns: list[Iterator[_Prompt]] = [_openings(tokenizer, rng), code]
-    if tokenizer.templates and (asked := list(_questions(tokenizer, own, longest))):
-        turns.insert(0, cycle(asked))
+    if tokenizer.templates and (questions := list(_questions(tokenizer, own, longest))):
+        turns.insert(0, cycle(questions))
     for turn in cycle(turns):
         yield next(turn)
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
@@ -430,6 +429,9 @@ def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:
                 )
 
 
+_HIDDEN = "saliency-hidden.safetensors"
+
+
 @dataclass
 class _Store:
     """Files of a walk in the state folder of an unfinished output. stamps: of the source's shards,
@@ -444,40 +446,34 @@ class _Store:
     done: str = field(default="saliency.safetensors")
 
     def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
-        self._write("saliency-hidden.safetensors", {"hidden": hidden}, found, layer)
+        self._write(_HIDDEN, {"hidden": hidden}, found, layer)
 
     def load(self) -> tuple[int, Tensor, Saliency] | None:
-        path = self.folder / "saliency-hidden.safetensors"
+        found = self._read(_HIDDEN, "hidden")
+        return None if found is None else (found[0], found[1], Saliency(found[2]))
+
+    def finish(self, found: Saliency) -> None:
+        assert found.held_out is not None
+        self._write(self.done, {"held_out": found.held_out}, found, 0)
+        (self.folder / _HIDDEN).unlink(missing_ok=True)
+
+    def finished(self) -> Saliency | None:
+        found = self._read(self.done, "held_out")
+        return None if found is None else Saliency(found[2], found[1])
+
+    def _read(self, name: str, key: str) -> tuple[int, Tensor, dict[int, list[float]]] | None:
+        """Next layer, tensor and scores of a file; None without, or of a source that has changed."""
+        path = self.folder / name
         if not path.exists():
             return None
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["found"])
             if about["stamps"] != self.stamps:
                 return None
-            return about["layer"], file.get_tensor("hidden"), Saliency(_numbered(about["layers"]))
-
-    def finish(self, found: Saliency) -> None:
-        assert found.held_out is not None
-        self._write(self.done, {"held_out": found.held_out}, found, 0)
-        (self.folder / "saliency-hidden.safetensors").unlink(missing_ok=True)
-
-    def finished(self) -> Saliency | None:
-        path = self.folder / self.done
-        if not path.exists():
-            return None
-        with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()["found"])
-        return (
-            Saliency(_numbered(about["layers"]), load_file(path)["held_out"])
-            if about["stamps"] == self.stamps
-            else None
-        )
+            scores = {int(layer): values for layer, values in about["layers"].items()}
+            return about["layer"], file.get_tensor(key), scores
 
     def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
         about = json.dumps({"layer": layer, "layers": found.layers, "stamps": self.stamps})
         on_host = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         save_tensors(self.folder / name, on_host, {"found": about})
-
-
-def _numbered(layers: Mapping[str, list[float]]) -> dict[int, list[float]]:
-    return {int(layer): values for layer, values in layers.items()}

@@ -12,23 +12,15 @@ unit in the last place off.
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import (
     Grids,
     Json,
-    Parts,
-    Shape,
-    StoredPart,
-    Tensors,
     Unquantized,
 )
-from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
-from quantkit.grids.base import Grid, Weight
-from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
-from quantkit.quant.packing import pack_pairs, unpack_pairs
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, is_fp4
+from quantkit.grids.base import Grid
+from quantkit.grids.nvfp4 import FP4_GROUP
 
 
 class CompressedFp4(compressed.Compressed, Nvfp4):
@@ -36,34 +28,9 @@ class CompressedFp4(compressed.Compressed, Nvfp4):
     marker = ".weight_packed"
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
-    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        return (
-            *code_parts(module, shape, self.marker),
-            StoredPart(".weight_global_scale", (torch.float32,), (1,)),
-            StoredPart(".input_global_scale", (torch.float32,), (1,), required=self.rounds_inputs),
-        )
-
-    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        weight = Nvfp4Weight.of(weight)
-        tensors = {
-            f"{module}.weight_packed": pack_pairs(weight.codes),
-            f"{module}.weight_scale": weight.scale,
-            f"{module}.weight_global_scale": weight.global_scale.reciprocal().reshape(1),
-        }
-        if self.rounds_inputs:
-            assert weight.input_divisor is not None, module
-            tensors[f"{module}.input_global_scale"] = weight.input_divisor.reshape(1)
-        return tensors
-
-    def unpack(self, module: str, tensors: Tensors) -> Weight:
-        return Nvfp4Weight(
-            codes=unpack_pairs(tensors[f"{module}.weight_packed"]),
-            scale=tensors[f"{module}.weight_scale"],
-            global_scale=tensors[f"{module}.weight_global_scale"].reciprocal().reshape(()),
-            input_divisor=tensors[f"{module}.input_global_scale"].reshape(())
-            if self.rounds_inputs
-            else None,
-        )
+    scalars = (".weight_global_scale", ".input_global_scale")
+    divides = True
+    scalar_shape = (1,)
 
     def detect(self, config: Json, side: Json) -> bool:
         return (

@@ -18,26 +18,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.formats.base import (
     Grids,
     Ignored,
     IgnoreSpelling,
     Json,
-    Parts,
-    Shape,
-    StoredPart,
-    Tensors,
     Unquantized,
     ignore_list,
     unquantized_linears,
 )
-from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_parts, is_fp4
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, is_fp4
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.base import Grid, Weight
-from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Weight
-from quantkit.quant.packing import pack_pairs, unpack_pairs
+from quantkit.grids.base import Grid
+from quantkit.grids.nvfp4 import FP4_GROUP
 
 _MTP_HEAD = "shared_head.head"
 _METHOD = re.compile(r"modelopt(_\w+)?")
@@ -62,34 +56,10 @@ class ModelOpt(Nvfp4):
     outer = ("head",)
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
-    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
-        return (
-            *code_parts(module, shape, self.marker, torch.uint8),  # chitu declares them so
-            StoredPart(".weight_scale_2", (torch.float32,), ()),
-            StoredPart(".input_scale", (torch.float32,), (), required=self.rounds_inputs),
-        )
-
-    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
-        weight = Nvfp4Weight.of(weight)
-        tensors = {
-            f"{module}.weight": pack_pairs(weight.codes),
-            f"{module}.weight_scale": weight.scale,
-            f"{module}.weight_scale_2": weight.global_scale,
-        }
-        if self.rounds_inputs:
-            assert weight.input_divisor is not None, module
-            tensors[f"{module}.input_scale"] = weight.input_divisor.reciprocal()
-        return tensors
-
-    def unpack(self, module: str, tensors: Tensors) -> Weight:
-        return Nvfp4Weight(
-            codes=unpack_pairs(tensors[f"{module}.weight"]),
-            scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
-            global_scale=tensors[f"{module}.weight_scale_2"].reshape(()),
-            input_divisor=tensors[f"{module}.input_scale"].reciprocal().reshape(())
-            if self.rounds_inputs
-            else None,
-        )
+    scalars = (".weight_scale_2", ".input_scale")
+    divides = False
+    scalar_shape = ()
+    scale_dtypes = (torch.uint8,)  # chitu declares them so
 
     def detect(self, config: Json, side: Json) -> bool:
         block = described(config, side) if is_modelopt(config, side) else {"quant_algo": "FP8"}

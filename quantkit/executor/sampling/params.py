@@ -245,8 +245,8 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
         return _limited(scaled, batch)
     probabilities = scaled.softmax(dim=-1)
     if limited.any():
-        asked = Batch(*(values[limited] for values in batch))
-        probabilities[limited] = _limited(scaled[limited], asked)
+        of_limited = Batch(*(values[limited] for values in batch))
+        probabilities[limited] = _limited(scaled[limited], of_limited)
     return probabilities
 
 

@@ -58,6 +58,16 @@ class HttpServer(uvicorn.Server):
             one.transport.close()
         return await super().on_tick(counter)
 
+    def run_at(self, host: str, port: int, sockets: Sequence[socket]) -> None:
+        """Serve until SIGINT or SIGTERM. Raises QuantkitError where another process took the port."""
+        # uvicorn raises the signal again once it has shut down; being stopped is not a failure.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            self.run(list(sockets))
+        except OSError as fault:
+            raise bind_error(host, port, fault) from fault
+
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """After a second Ctrl-C uvicorn leaves out the application's end; the engine's thread must
         end before the process."""
@@ -122,13 +132,7 @@ def serve(
     )
     server = HttpServer(config)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # uvicorn raises the signal again once it has shut down; being stopped is not a failure.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    try:
-        server.run(list(sockets))
-    except OSError as fault:
-        raise bind_error(options.host, options.port, fault) from fault
+    server.run_at(options.host, options.port, sockets)
     if service.fault is not None:
         raise QuantkitError(
             f"the engine stopped: {service.fault}", "see the error above; start again with --debug"

@@ -28,7 +28,7 @@ _SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
 their loads at once."""
 
 
-class Turning(NamedTuple):
+class RotaryQueries(NamedTuple):
     """The rotary part of queries, not yet rotated: [rows, heads, R]."""
 
     pe: Tensor
@@ -82,7 +82,7 @@ def mla_decode(
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
     latents, k_pe, scales = latent_parts(cache, kv_b.shape[2])
     q, one_head = q.contiguous(), latents.unsqueeze(2)
-    turning = Turning(
+    unrotated = RotaryQueries(
         q[..., nope:],
         Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved),
     )
@@ -94,7 +94,7 @@ def mla_decode(
         if by_torch
         else multiply_heads(q[..., :nope], kv_b[:, :nope], across=False)
     )
-    attended = _attend(query, cached, pages, scale, 0, heads, block, turning, cut=cut)
+    attended = _attend(query, cached, pages, scale, 0, heads, block, unrotated, cut=cut)
     return (
         values(attended, kv_b, nope)
         if by_torch
@@ -122,7 +122,7 @@ def _attend(
     window: int,
     shared: int,
     block: int,
-    turning: Turning | None = None,
+    unrotated: RotaryQueries | None = None,
     sinks: Tensor | None = None,
     cut: DecodeCut | None = None,
 ) -> Tensor:
@@ -132,7 +132,7 @@ def _attend(
 
     (rows, heads, width), keys = q.shape, cached.keys
     page, kv_heads = keys.shape[1:3]
-    pe, (cos, sin, interleaved) = turning or Turning(
+    pe, (cos, sin, interleaved) = unrotated or RotaryQueries(
         q[..., :0], Rotation(q.new_empty(0), q.new_empty(0), False)
     )
     rotary = pe.shape[2]
@@ -140,7 +140,7 @@ def _attend(
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
     how, cut = (
         overlapped(q.device),
-        cut or decode_cut(q.device, block, padded + rotary, latent=turning is not None),
+        cut or decode_cut(q.device, block, padded + rotary, latent=unrotated is not None),
     )
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
@@ -164,12 +164,12 @@ def _attend(
         keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
         splits, scale * _LOG2E, window,
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page,
-        LATENT=turning is not None, TOKENS=cut.tokens, INTERLEAVED=interleaved,
+        LATENT=unrotated is not None, TOKENS=cut.tokens, INTERLEAVED=interleaved,
         WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes,
         STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
-        merge_shares(partial, found, out, many=turning is not None)
+        merge_shares(partial, found, out, many=unrotated is not None)
     return out
 
 
