@@ -182,6 +182,8 @@ def ppl(
         for flag, value in (("--data-dir", options.data_dir), ("--max-tokens", options.max_tokens)):
             if value is not None:
                 raise typer.BadParameter("it is only for --sampled", param_hint=flag)
+    if positions and options.baseline is None:
+        raise typer.BadParameter("it is only with --baseline", param_hint="--positions")
     warned = is_url(model)
     with bars.samples_bar() as bar:
         counts = bars.counts(bar)

@@ -49,9 +49,9 @@ def perplexity(
     options: PerplexityOptions | None = None,
     **keywords: Any,
 ) -> Quality:
-    """Perplexity over the documents of `text` (.txt, or .jsonl of {"text": ...}); with a baseline
-    also how far `model` is from it. If a task is `sampled`, one of the two may be the URL of a
-    server."""
+    """Perplexity over the documents of `text` (.txt, .jsonl of {"text": ...}, or the output folder
+    of `evaluate`, whose replies are scored); with a baseline also how far `model` is from it. If a
+    task is `sampled`, one of the two may be the URL of a server."""
     options = read_options(PerplexityOptions, options, keywords)
     with _counting(f"tokens through {model}") as show:
         progress = None if show is None else lambda p: show(p.stage, p.done, p.total)

@@ -338,22 +338,25 @@ def _range(first: int, last: int, parts: list[Scores]) -> PositionRange:
     counts = [len(part["kl"]) for part in parts]
     sums = {name: [float(part[name].sum()) for part in parts] for name in parts[0]}
     means = {name: sum(found) / sum(counts) for name, found in sums.items()}
-    spreads = {"kl": sums["kl"], "top1_agree": sums["same"]}
-    if "right" in sums:
-        pairs = zip(sums["right"], sums["base_right"])
-        spreads["accuracy_change"] = [ours - theirs for ours, theirs in pairs]
-    several = len(parts) > 1
+    error, intervals = None, dict[str, tuple[float, float]]()
+    if len(parts) > 1:
+        error = _stderr(sums["kl"], counts)
+        intervals["kl"] = _interval(sums["kl"], counts, lambda end: max(end, 0.0))
+        intervals["top1_agree"] = _interval(sums["same"], counts, lambda end: min(end, 1.0))
+        if "right" in sums:
+            change = [ours - theirs for ours, theirs in zip(sums["right"], sums["base_right"])]
+            intervals["accuracy_change"] = _interval(change, counts)
     return PositionRange(
         first,
         last,
         sum(counts),
         len(parts),
         means["kl"],
-        _stderr(sums["kl"], counts) if several else None,
+        error,
         means["same"],
         means.get("right"),
         means.get("base_right"),
-        {name: _interval(found, counts) for name, found in spreads.items()} if several else {},
+        intervals,
     )
 
 
