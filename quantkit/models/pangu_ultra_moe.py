@@ -92,35 +92,14 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     ]
 
 
-class DecoderLayer(decoder.DecoderLayer):
-    attention_class: ClassVar[type[Any]] = Attention
+class PostNormLayer(decoder.DecoderLayer):
+    """What its sublayers put out is summed over the ranks and normed before it is added."""
 
-    def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
-        p = f"model.layers.{layer}"
-        mlp = (
-            mixture_of(config, f"{p}.mlp", weights)
-            if config.is_moe(layer)
-            else Mlp(f"{p}.mlp", weights)
+    def read_post_norms(self, prefix: str, weights: Weights) -> None:
+        self.post_attention_norm, self.post_mlp_norm = (
+            weights.tensor(f"{prefix}.post_{name}_layernorm.weight")
+            for name in ("attention", "mlp")
         )
-        super().__init__(
-            p,
-            config.rms_norm_eps,
-            weights,
-            self.attention_class(config, layer, weights),
-            mlp,
-            mlp_norm="pre_mlp_layernorm",
-        )
-        # A sublayer's output is normed, and so must be mlp_output over the ranks before it is
-        # added.
-        self.add_rms_norm = add_rms_norm
-        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
-
-    def attention_part(self, normed: Tensor, context: Context) -> Tensor:
-        return self.attention_output(normed, context)
-
-    def mlp_part(self, normed: Tensor) -> Tensor:
-        return self.post_mlp(self.mlp_reduced(normed))
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         return rms_norm(
@@ -131,8 +110,31 @@ class DecoderLayer(decoder.DecoderLayer):
         return rms_norm(mlp_output, self.post_mlp_norm, self.eps)
 
 
-def mixture_of(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
-    """The experts at `prefix`, with the router's bias by either name, or without."""
+class DecoderLayer(PostNormLayer):
+    attention_class: ClassVar[type[Any]] = Attention
+
+    def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
+        p, eps = f"model.layers.{layer}", config.rms_norm_eps
+        attention, mlp = (
+            self.attention_class(config, layer, weights),
+            mlp_of(config, layer, weights),
+        )
+        super().__init__(p, eps, weights, attention, mlp, mlp_norm="pre_mlp_layernorm")
+        self.add_rms_norm = add_rms_norm  # outputs are summed over the ranks already
+        self.read_post_norms(p, weights)
+
+    def attention_part(self, normed: Tensor, context: Context) -> Tensor:
+        return self.attention_output(normed, context)
+
+    def mlp_part(self, normed: Tensor) -> Tensor:
+        return self.post_mlp(self.mlp_reduced(normed))
+
+
+def mlp_of(config: deepseek_v3.Config, layer: int, weights: Weights) -> Mlp | MoeMlp:
+    """A layer's MLP or experts, with the router's bias by either name, or without."""
+    prefix = f"model.layers.{layer}.mlp"
+    if not config.is_moe(layer):
+        return Mlp(prefix, weights)
     names = ("gate.e_score_correction_bias", "e_score_correction_bias")
     bias = next((name for name in names if weights.has(f"{prefix}.{name}")), None)
     return MoeMlp(config.routing, prefix, weights, replace(deepseek_v3.MIXTURE, bias=bias))

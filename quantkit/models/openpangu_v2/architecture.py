@@ -21,7 +21,6 @@ from quantkit.models.context import Context
 from quantkit.models.hyper_connections import LayerNames, with_hyper_connections
 from quantkit.models.indexer import Indexer, indexer_parameters, with_indexer
 from quantkit.models.latent_window import LatentWindow
-from quantkit.models.mlp import Mlp
 from quantkit.models.openpangu_v2.config import Config
 from quantkit.models.table import Parameter, ScaleGroup, Split
 from quantkit.models.weights import Weights
@@ -132,31 +131,18 @@ class Attention(deepseek_v3.Attention):
         return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
 
 
-class MainDecoderLayer(hyper_connections.HyperConnectionLayer):
+class MainDecoderLayer(pangu_ultra_moe.PostNormLayer, hyper_connections.HyperConnectionLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = (
-            pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights)
-            if config.is_moe(layer)
-            else Mlp(f"{p}.mlp", weights)
-        )
         attention = Attention(config, layer, weights)
+        mlp = pangu_ultra_moe.mlp_of(config, layer, weights)
         super().__init__(p, config.streams, weights, attention, mlp, _NAMES)
-        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
+        self.read_post_norms(p, weights)
         self.end_norm = (
             weights.tensor(f"{p}.block_post_layernorm.weight")
             if layer in config.normed_ends
             else None
         )
-
-    def attention_output(self, normed: Tensor, context: Context) -> Tensor:
-        return rms_norm(
-            super().attention_output(normed, context), self.post_attention_norm, self.eps
-        )
-
-    def post_mlp(self, mlp_output: Tensor) -> Tensor:
-        return rms_norm(mlp_output, self.post_mlp_norm, self.eps)
 
     def finish(self, streams: Tensor) -> Tensor:
         if self.end_norm is None:
