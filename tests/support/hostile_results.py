@@ -1,4 +1,4 @@
-"""Damage of a results folder: what anyone could hand to `compare`, `regrade` and --baseline.
+"""Damage of a results folder: what anyone could hand to `compare`, `regrade`, `ppl` and --baseline.
 
 Nothing here knows what a field means: bytes are shaken, values are put at random places of the
 JSON, and files become pipes, folders and links.
@@ -82,7 +82,13 @@ def _spoilt(value, draw):
             return perturbed(value, draw)
 
 
-GLOBS = ("results.json", "samples.jsonl", "completions/*-*.jsonl", "completions/order.json")
+GLOBS = (
+    "results.json",
+    "samples.jsonl",
+    "completions/*-*.jsonl",
+    "completions/order.json",
+    "prompts.jsonl",
+)
 KINDS = ("bytes", "whole", "values", "values", "values", "values", "pipe", "folder", "link")
 
 

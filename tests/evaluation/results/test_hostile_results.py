@@ -12,8 +12,11 @@ from sample_sizes import sized
 from two_runs import write_runs
 
 from quantkit import QuantkitError
+from quantkit.common.assets import builtin_model
+from quantkit.evaluation.distance.stored_replies import read_replies
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
+from quantkit.tokenizer.chat import ChatTokenizer
 
 CPU_S = 20.0
 
@@ -32,6 +35,8 @@ def _tree(folder):
 def act(action, runs, hostile):
     if action == "regrade":
         regrade(hostile)
+    elif action == "replies":
+        read_replies(hostile, ChatTokenizer(builtin_model("tiny-r1")), None)
     else:
         folders = [runs / "poor", hostile]
         if action == "baseline":
@@ -42,7 +47,7 @@ def act(action, runs, hostile):
 def test_each_is_read_or_refused_in_one_line(runs):
     (runs / "outside").write_text("mine")
     hostile, faults, outcomes = runs / "hostile", [], {"read": 0, "refused": 0}
-    before, actions = _tree(runs.parent), ("regrade", "compare", "baseline")
+    before, actions = _tree(runs.parent), ("regrade", "replies", "compare", "baseline")
     for change, action in itertools.product(changes(20261129, sized(40, 200)), actions):
         shutil.rmtree(hostile, ignore_errors=True)
         shutil.copytree(runs / "good", hostile)
