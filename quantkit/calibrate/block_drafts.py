@@ -1,91 +1,73 @@
-"""How many drafts in a row of a DSpark head (models/dspark.py) the model accepts on held-out text,
-before and after it is quantized.
+"""DSpark heads (models/dspark.py) in a calibrated run: what their stages read, and how many drafts
+in a row the model accepts on held-out text, before and after both are quantized.
 
-The head is copied, and reads what quantizing changes: the model's residual streams. Its linear over
-them is summed while the layers pass, so that one vector of each held-out token is kept. Its stages
-run after the last layer, one linear or expert at a time.
+A head reads the model's residual streams at some layers. Its linear over them, which stays as it
+is, is summed while the layers pass, so that one vector of each token is kept. After the last layer
+blocks are laid over the text: the next token and noise, each reading the text before it. Their
+hidden states pass the stages as those of text pass layers, and their linears are calibrated by
+them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from quantkit_kernels import SILU, Gating
 from torch import Tensor
 
+from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.embed_and_head import TableEmbedAndHead
-from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.output_cost import BLOCK_ROWS, likeliest_tokens
-from quantkit.calibrate.source_model import ParameterReader, SourceModel
-from quantkit.calibrate.sublayer import LayerWeights, bare_layer
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.sublayer import LayerWeights, bare_layer, no_experts
 from quantkit.models import find_block_head
-from quantkit.models.context import CausalContext
-from quantkit.models.dspark import BlockHead, BlockHeadConfig, Window
+from quantkit.models.context import CausalContext, Context, Positions
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.dspark import BlockContext, BlockHead, BlockHeadConfig, Window
+from quantkit.models.hyper_connections import packed_ids
 from quantkit.models.mtp import DSPARK
-from quantkit.models.stored_parameters import block_head_rows, is_stored
-from quantkit.models.table import GatedMlp, Parameter
-from quantkit.models.weights import ExpertsOp
 
 BLOCKS = 512
-"""Blocks drafted for each path, as far apart as the text allows."""
-_PATHS = ("head_original", "head_quantized")
-"""Names of `BlockDrafts.projected`, of states.original and states.quantized."""
+"""Blocks over held-out text, as far apart as it allows; over calibration text they are side by
+side."""
+_PATHS = ("head_quantized", "head_original")
+"""Names of `BlockDrafts.projected`, of states.quantized and states.original."""
 
 
-class _Read(Mapping[str, Tensor]):
-    """Tensors of the source in float32, each read when it is asked for."""
+@dataclass(frozen=True)
+class _Places:
+    """Where blocks begin. rows int64 [B]: of the first token in all text; positions int64 [B]: in
+    its sequence."""
 
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter]) -> None:
-        self._source, self._rows = source, {row.name: row for row in rows}
+    rows: Tensor
+    positions: Tensor
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source.dequantized(self._rows[name])
+    @classmethod
+    def of(cls, lengths: Sequence[int], block: int, most: int | None = None) -> "_Places":
+        """Side by side; or `most` blocks, wherever they are. There is a token before each, and text
+        under all of it."""
+        step, start, every = block if most is None else 1, 0, list[tuple[int, int]]()
+        for length in lengths:
+            every += [(start + at, at) for at in range(1, length - block + 1, step)]
+            start += length
+        apart = 1 if most is None else math.ceil(len(every) / most) or 1
+        rows, positions = torch.tensor(every[::apart], dtype=torch.int64).view(-1, 2).unbind(1)
+        return cls(rows, positions)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-class _HeadWeights(LayerWeights):
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter]) -> None:
-        super().__init__(_Read(source, rows))
-        self._source, self._rows = source, rows
-
-    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        rows: dict[int, list[Parameter]] = {}
-        for row in self._rows:
-            if row.expert is not None and row.name.startswith(f"{prefix}."):
-                rows.setdefault(row.expert, []).append(row)
-        experts = {number: GatedMlp.of(own) for number, own in rows.items()}
-
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            out = torch.zeros_like(x)
-            for number, own in experts.items():
-                tokens, slots = (topk_ids == number).nonzero(as_tuple=True)
-                if len(tokens):
-                    gate, up, down = (self._source.dequantized(row) for row in own.rows)
-                    made = ExpertWeights(gate, up, down, gating)(x[tokens])
-                    out.index_add_(0, tokens, made * topk_weights[tokens, slots, None])
-            return out
-
-        return run
+    def then(self, other: "_Places", tokens: int) -> "_Places":
+        """Both, the others in a text that follows `tokens` of this one."""
+        rows, positions = (self.rows, other.rows + tokens), (self.positions, other.positions)
+        return _Places(torch.cat(rows), torch.cat(positions))
 
 
 class BlockDrafts:
-    """projected: outputs of the head's linear over what it reads, so far, of the held-out tokens on
-    both paths, float32 [T, H], under the names of a saved state."""
+    """projected: outputs of the head's linear over what it reads, so far, float32 [T, H], of the
+    tokens of both paths, under the names of a saved state."""
 
-    def __init__(
-        self, model: SourceModel, rows: list[Parameter], projected: dict[str, Tensor]
-    ) -> None:
-        self._model, self._rows, self.projected = model, rows, projected
+    def __init__(self, model: SourceModel, projected: dict[str, Tensor]) -> None:
+        self._model, self.projected = model, projected
         self._module = find_block_head(model.weights.checkpoint.config).HEAD
         self._config = cast(BlockHeadConfig, model.config)
         self._reads = self._module.reads(self._config.dspark)
@@ -94,19 +76,14 @@ class BlockDrafts:
     def of(
         cls, model: SourceModel, states: HiddenStatePair, saved: Mapping[str, Tensor] | None
     ) -> "BlockDrafts | None":
-        """None without a head that is stored whole. saved: tensors of a run that goes on."""
-        checkpoint = model.weights.checkpoint
-        rows = block_head_rows(checkpoint, model.config)
-        if not rows or not all(is_stored(checkpoint, row) for row in rows):
+        """None without a head. saved: tensors of a run that goes on."""
+        if not model.has_block_head:
             return None
-        if saved is not None and not saved.keys() >= {*_PATHS}:
-            return None
-        held = states.original.hidden
-        zeros = held.new_zeros(len(held), model.config.hidden_size)
-        found = {
-            path: zeros.clone() if saved is None else saved[path].to(held.device) for path in _PATHS
-        }
-        return cls(model, rows, found)
+        found, width = dict[str, Tensor](), model.config.hidden_size
+        for path, of in zip(_PATHS, (states.quantized, states.original)):
+            zeros = of.hidden.new_zeros(len(of.hidden), width)
+            found[path] = zeros if saved is None else saved[path].to(zeros.device)
+        return cls(model, found)
 
     def read(self, layer: int, states: HiddenStatePair) -> None:
         """Add what the head reads before a layer, or after the last one."""
@@ -114,77 +91,141 @@ class BlockDrafts:
             return
         model, config = self._model, self._config
         number, width = self._reads.index(layer), config.hidden_size
-        (row,) = (one for one in self._rows if one.name == DSPARK)
-        weight = model.weights.dequantized(row)[:, number * width : (number + 1) * width]
+        weight = model.weights.dequantized(model.by_name[DSPARK])
+        weight = weight[:, number * width : (number + 1) * width]
         block = bare_layer(model, layer) if layer in model.layers else None
-        for path, of in zip(_PATHS, (states.original, states.quantized)):
-            for batch in of.parts()[1]:
-                part = slice(batch.part.start - of.fitted, batch.part.stop - of.fitted)
+        for path, of in zip(_PATHS, (states.quantized, states.original)):
+            for batch in of.batches():
                 context = CausalContext(batch.lengths, weight.device)
                 read = self._module.read(config, block, of.hidden[batch.part], context)
-                self.projected[path][part] += read @ weight.t()
+                self.projected[path][batch.part] += read @ weight.t()
 
-    def accepted(self, states: HiddenStatePair, token_ids: Tensor) -> dict[str, float]:
-        """Mean accepted length, 1 with no draft accepted, of the quantized model, with its 95 %
-        interval, and of the source. token_ids int64 [T]: the held-out text. Each place of a block
-        follows the text, and counts while the drafts before it are the model's own tokens."""
-        weights, device = self._model.weights, self._model.weights.device
-        rows, positions = _places(states.original.lengths, self._config.dspark.block)
-        if not len(rows):
-            return {}
-        head: BlockHead = self._module(self._config, _HeadWeights(weights, self._rows))
-        ids, (before, after) = token_ids[rows], head.pairs
-        ends = TableEmbedAndHead(weights, self._model.rows, self._model.config)
-        (of_model,) = (row for row in self._model.rows if row.role == "head")
-        block_ids = head.block_ids(ids[:, 0])
-        embedded = ends.source.checkpoint.read(ends.embedding.name)[block_ids].float()
-        own, drafted = list[Tensor](), list[Tensor]()
-        for path, of in zip(_PATHS, (states.original, states.quantized)):
-            at = (rows + of.fitted).flatten().to(of.hidden.device)
-            own.append(ends.final_norm(of.hidden[at]))
-            window = self._window(head, self.projected[path], states.original.lengths, rows)
-            made = head.block(
-                block_ids.to(device), embedded.to(device), positions.to(device), window
-            )
-            drafted.append(
-                torch.cat((made.flatten(0, 1), before[ids.flatten().to(device)]), dim=-1)
-            )
-        tokens = likeliest_tokens(torch.cat(own), weights.blocks(of_model, BLOCK_ROWS))
-        heads = zip(weights.blocks(of_model, BLOCK_ROWS), after.split(BLOCK_ROWS))
-        drafts = likeliest_tokens(torch.cat(drafted), (torch.cat(pair, dim=1) for pair in heads))
-        same = (tokens == drafts).long().view(len(_PATHS), *rows.shape)
-        source, length = 1 + same.cumprod(dim=2).sum(dim=2).double()
-        half = 1.96 * float(length.std()) / math.sqrt(len(length)) if len(length) > 1 else 0.0
-        mean = float(length.mean())
-        return {
-            "accepted_length": mean,
-            "accepted_length_low": mean - half,
-            "accepted_length_high": mean + half,
-            "accepted_length_source": float(source.mean()),
-        }
+    def blocks(self, states: HiddenStatePair, sequences: Sequences) -> "Blocks":
+        """The blocks before the first stage. states: after the last layer; blocks take their
+        memory."""
+        model, block = self._model, self._config.dspark.block
+        lengths = [[len(one) for one in own] for own in (sequences.calibration, sequences.held_out)]
+        calibration = _Places.of(lengths[0], block)
+        held_out = _Places.of(lengths[1], block, BLOCKS)
+        fitted = sum(lengths[0])
+        places = calibration.then(held_out, fitted)
+        rows = [
+            row
+            for row in model.rows
+            if row.mtp and row.expert is None and row.role not in ("linear", "mtp_proj")
+        ]
+        bare = LayerWeights(model.weights.dequantized_all(rows), no_experts)
+        head: BlockHead = self._module(self._config, bare)
+        ends = TableEmbedAndHead(model.weights, model.rows, model.config)
+        under = held_out.rows[:, None] + torch.arange(block)
+        own = [
+            ends.final_norm(of.hidden[(under + of.fitted).flatten().to(of.hidden.device)])
+            for of in (states.original, states.quantized)
+        ]
+        for of in (states.original, states.quantized):
+            of.hidden = of.hidden[:0].clone()
+        token_ids = torch.cat([*sequences.calibration, *sequences.held_out])
+        block_ids = head.block_ids(token_ids[places.rows])
+        embedded = model.weights.checkpoint.read(ends.embedding.name)[block_ids].float()
 
-    def _window(
-        self, head: BlockHead, projected: Tensor, lengths: Sequence[int], rows: Tensor
-    ) -> Window:
-        """Keys of the tokens before each block."""
-        at = torch.cat([torch.arange(length) for length in lengths])
-        keys = head.projected_keys(projected, at.to(projected.device))
-        back = torch.arange(head.window, 0, -1)
-        there = at[rows[:, :1]] >= back
-        return Window(
-            keys[(rows[:, :1] - back).clamp(min=0).to(keys.device)], there.to(keys.device)
+        def packed(first: int, count: int, number: int) -> HiddenStates:
+            """The blocks from `first` on, of which `count` are calibration's. In place of ids they
+            have numbers, from `number` on, by which `Blocks.attend` finds their texts."""
+            own = embedded[first * block :]
+            numbers = torch.arange(number, number + len(own) // block).repeat_interleave(block)
+            hidden = head.streams.first(own, numbers).to(model.weights.device)
+            at_once = states.quantized.batch_tokens
+            return HiddenStates(hidden, count * block, [block] * (len(own) // block), at_once)
+
+        count = len(calibration.rows)
+        ends_at = torch.tensor(lengths[1], dtype=torch.int64).cumsum(0)
+        sequence = torch.searchsorted(ends_at, held_out.rows.contiguous(), right=True)
+        written = torch.tensor([one in sequences.written for one in sequence.tolist()]).bool()
+        return Blocks(
+            model,
+            head,
+            HiddenStatePair(packed(0, count, 0), packed(count, 0, len(places.rows))),
+            torch.cat([head.window_input(self.projected[path]) for path in _PATHS]),
+            places.then(held_out, len(token_ids)),
+            token_ids[fitted + under],
+            torch.cat(own),
+            written,
         )
 
 
-def _places(lengths: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
-    """Where blocks are drafted: numbers of their tokens in the held-out text, int64 [B, block], and
-    the position of the first in its sequence, int64 [B]. There is a token before each."""
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    every = [
-        (start + at, at)
-        for start, length in zip(starts, lengths)
-        for at in range(1, length - block + 1)
-    ]
-    chosen = torch.tensor(every[:: math.ceil(len(every) / BLOCKS) or 1], dtype=torch.int64)
-    first, positions = chosen.view(-1, 2).unbind(1)
-    return first[:, None] + torch.arange(block), positions
+@dataclass(frozen=True)
+class Blocks:
+    """states: of the blocks, before a stage. texts float32 [T, H]: what stages make keys of, of the
+    quantized path and then of the original one; places: where each block begins in them. ids int64
+    [B, b]: the text under the blocks over held-out text; own [2 B b, H]: input of the model's head
+    there, of the original path and then of the quantized one; written bool [B]: which of these
+    texts the model wrote."""
+
+    model: SourceModel
+    head: BlockHead
+    states: HiddenStatePair
+    texts: Tensor
+    places: _Places
+    ids: Tensor
+    own: Tensor
+    written: Tensor
+
+    def attend(self, stage: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+        """The attention half of a stage, as `run_attention`. Its linear of keys reads the texts
+        before the blocks, too."""
+        numbers = packed_ids(hidden)[:: self.head.block_size].cpu()
+        rows, positions = self.places.rows[numbers], self.places.positions[numbers]
+        back, device = torch.arange(self.head.window, 0, -1), hidden.device
+        there = positions[:, None] >= back
+        read, which = (rows[:, None] - back)[there].unique(return_inverse=True)
+        at = torch.empty_like(read)
+        at[which] = (positions[:, None] - back)[there]
+        attention: Any = stage.attention
+        made = attention.window_keys(self.texts[read.to(device)], Positions(at.to(device)))
+        keys = made.new_zeros(*there.shape, 1, made.shape[1])
+        keys[there.to(device), 0] = made[which.to(device)]
+        tokens = positions[:, None] + torch.arange(len(hidden) // len(numbers))
+        window = Window(keys, there.to(device))
+        at = tokens.flatten().to(device)
+        context = cast(Context, BlockContext(at, window, attention.layer))
+        return stage.attend(hidden, context)
+
+    def accepted(self) -> dict[str, float]:
+        """Mean accepted length, 1 with no draft accepted, of the quantized model and head, with its
+        95 % interval, and of the source, after the last stage; under names with _own over texts
+        that the model wrote. Each place of a block follows the text, and counts while the drafts
+        before it are the model's own tokens."""
+        if not len(self.ids):
+            return {}
+        weights, (before, after) = self.model.weights, self.head.pairs
+        (of_model,) = (row for row in self.model.rows if row.role == "head" and not row.mtp)
+        quantized, original = self.states.quantized, self.states.original
+        pairs = before[self.ids.flatten().to(before.device)]
+        drafted = [
+            torch.cat((self.head.head_input(hidden), pairs), dim=-1)
+            for hidden in (original.hidden, quantized.hidden[quantized.fitted :])
+        ]
+        tokens = likeliest_tokens(self.own, weights.blocks(of_model, BLOCK_ROWS))
+        heads = zip(weights.blocks(of_model, BLOCK_ROWS), after.split(BLOCK_ROWS))
+        drafts = likeliest_tokens(torch.cat(drafted), (torch.cat(pair, dim=1) for pair in heads))
+        same = (tokens == drafts).long().view(2, *self.ids.shape)
+        lengths = (1 + same.cumprod(dim=2).sum(dim=2)).double().cpu()
+        found = _mean_lengths("accepted_length", lengths)
+        if bool(self.written.any()):
+            found |= _mean_lengths("accepted_length_own", lengths[:, self.written])
+            found["accepted_length_own_tokens"] = int(self.written.sum()) * self.ids.shape[1]
+        return found
+
+
+def _mean_lengths(name: str, lengths: Tensor) -> dict[str, float]:
+    """lengths float64 [2, B]: of the source and of what was quantized."""
+    source, own = lengths
+    mean, half = float(own.mean()), 0.0
+    if len(own) > 1:
+        half = 1.96 * float(own.std()) / math.sqrt(len(own))
+    return {
+        name: mean,
+        f"{name}_low": mean - half,
+        f"{name}_high": mean + half,
+        f"{name}_source": float(source.mean()),
+    }

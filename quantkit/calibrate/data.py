@@ -131,6 +131,8 @@ BUILTIN = "builtin"
 """The value of --calibration for it, where a model ships a text or would write one."""
 SHIPPED_TEXT = "calibration.jsonl"
 """Calibration data that a model may have in its folder."""
+WRITTEN = "written by the model"
+"""The kind of such documents."""
 _OWN_FORMS = (
     "English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours, or "
     "self: half of it is written by the model",
@@ -145,29 +147,34 @@ tokenizer. Large vocabularies have about 0.8 for Chinese; without Chinese, 1.8 t
 @dataclass(frozen=True)
 class Sequences:
     """Token ids, int64 [length] each: `calibration`, and `held_out` for evaluation. further: those
-    that would be drawn next."""
+    that would be drawn next. written: numbers of those held out that the model wrote."""
 
     calibration: list[Tensor]
     held_out: list[Tensor]
     summary: CalibrationSummary | None = None
     further: Sequence[Tensor] = ()
+    written: frozenset[int] = frozenset()
 
 
 @dataclass
 class _Drawn:
-    """Sequences drawn so far, the text of the first few, and counters."""
+    """Sequences drawn so far, the text of the first few, counters, and the numbers of sequences
+    that the model wrote."""
 
     sequences: list[Tensor]
     samples: list[str]
     records: int = 0
     empty: int = 0
     cut: int = 0
+    written: set[int] = field(default_factory=set)
 
-    def add(self, ids: list[int], text: str, seq_len: int) -> None:
+    def add(self, ids: list[int], text: str, seq_len: int, *, written: bool) -> None:
         if len(ids) < 2:
             self.empty += 1
             return
         self.cut += len(ids) > seq_len
+        if written:
+            self.written.add(len(self.sequences))
         self.sequences.append(torch.tensor(ids[:seq_len], dtype=torch.int64))
         if len(self.samples) < 3:
             self.samples.append(preview(text, min(len(ids), seq_len)))
@@ -259,7 +266,8 @@ def load_sequences(
         samples=() if own else tuple(drawn.samples),
         warnings=tuple(warnings),
     )
-    return Sequences(fitted, judges, summary, others)
+    written = frozenset(one for one in range(judged) if start + one in drawn.written)
+    return Sequences(fitted, judges, summary, others, written)
 
 
 def own_documents(encoder: ChatTokenizer, seed: int) -> list[Document]:
@@ -357,5 +365,5 @@ def _draw(
             ids = templating.encode(document, text)
         except QuantkitError as error:
             raise QuantkitError(f"{place}: {error.problem}", error.remedy) from error
-        drawn.add(ids, text, seq_len)
+        drawn.add(ids, text, seq_len, written=document.kind == WRITTEN)
     return drawn

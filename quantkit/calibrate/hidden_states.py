@@ -98,15 +98,15 @@ class HiddenStates:
 
     def batches(self) -> Iterator[TokenBatch]:
         """About `batch_tokens` tokens at a time; none mixes calibration and held-out sequences."""
-        start, pending = 0, list[int]()
+        start, stop, pending = 0, 0, list[int]()
         for length in self.lengths:
-            stop = start + sum(pending)
-            if pending and (sum(pending) + length > self.batch_tokens or stop == self.fitted):
+            if pending and (stop - start + length > self.batch_tokens or stop == self.fitted):
                 yield TokenBatch(slice(start, stop), pending, start >= self.fitted)
                 start, pending = stop, []
             pending.append(length)
+            stop += length
         if pending:
-            yield TokenBatch(slice(start, start + sum(pending)), pending, start >= self.fitted)
+            yield TokenBatch(slice(start, stop), pending, start >= self.fitted)
 
     def parts(self) -> tuple[list[TokenBatch], list[TokenBatch]]:
         """Batches of calibration tokens, and of held-out ones."""

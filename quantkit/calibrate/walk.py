@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.block_drafts import BlockDrafts
+from quantkit.calibrate.block_drafts import BlockDrafts, Blocks
 from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer, mtp_states
@@ -143,7 +143,7 @@ class Walk:
                 fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens
             )
             self.path = ReferenceRun(path)
-        head = self._block_drafts(states, None if saved is None else saved[1])
+        head = BlockDrafts.of(self.model, states, None if saved is None else saved[1])
         for layer in self.model.layers:
             if layer >= first:
                 if head is not None:
@@ -155,10 +155,13 @@ class Walk:
             self._quantize_head(states.quantized)
         if len(states.original.hidden) and self.ranks.is_main:
             self._compare_next_tokens(states)
+        self.rtn = self.path = None
         if head is not None:
             head.read(len(self.model.layers), states)
-            self.log.findings.next_token |= head.accepted(states, torch.cat(sequences.held_out))
-        self.rtn = self.path = None
+            blocks = head.blocks(states, sequences)
+            del head
+            self._draft_blocks(blocks)
+            return self.log.findings
         for layer in self.model.mtp_layers:
             if any(
                 row.mtp and row.module in self.model.quantized
@@ -168,7 +171,7 @@ class Walk:
                 self._layer(layer, drafts)
                 first = layer == self.model.mtp_layers[0]
                 if first and len(drafts.original.hidden) and self.ranks.is_main:
-                    self._compare_drafts(layer, states, drafts)
+                    self._compare_drafts(layer, states, drafts, sequences)
         return self.log.findings
 
     def _embedded(self, sequences: Sequences) -> tuple[HiddenStatePair, Tensor | None]:
@@ -208,15 +211,6 @@ class Walk:
             HiddenStates(original.to(device), 0, held_out, at_once),
         )
 
-    def _block_drafts(
-        self, states: HiddenStatePair, saved: Mapping[str, Tensor] | None
-    ) -> BlockDrafts | None:
-        """Of a head that drafts blocks, where there is one and text to judge it by; on one rank.
-        saved: of a stopped run, None without; older versions saved nothing of a head."""
-        if not len(states.original.hidden) or not self.ranks.is_main:
-            return None
-        return BlockDrafts.of(self.model, states, saved)
-
     # --- layers
 
     def _decoder_layer(self, layer: int, states: HiddenStatePair, head: BlockDrafts | None) -> None:
@@ -232,10 +226,10 @@ class Walk:
                 hidden |= head.projected
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
-    def _layer(self, layer: int, states: HiddenStatePair) -> None:
+    def _layer(self, layer: int, states: HiddenStatePair, attend: Run = run_attention) -> None:
         next_token = self._next_token_cost(layer, states.quantized)
         if attend_unit(layer) in self.model.units:  # except for layers that are run whole
-            attention = self._sublayer(attend_unit(layer), layer, run_attention, next_token)
+            attention = self._sublayer(attend_unit(layer), layer, attend, next_token)
             self._walk(attention, states, None)
         experts = None
         if self.model.experts(layer):
@@ -411,9 +405,23 @@ class Walk:
 
     # --- after the last layer
 
-    def _compare_drafts(self, layer: int, states: HiddenStatePair, drafts: HiddenStatePair) -> None:
+    def _draft_blocks(self, blocks: Blocks) -> None:
+        """Quantize the stages of a head that drafts blocks, and count what is accepted of both."""
+        for layer in self.model.mtp_layers:
+            self._layer(layer, blocks.states, blocks.attend)
+        if self.ranks.is_main:
+            self.log.findings.next_token |= blocks.accepted()
+
+    def _compare_drafts(
+        self,
+        layer: int,
+        states: HiddenStatePair,
+        drafts: HiddenStatePair,
+        sequences: Sequences,
+    ) -> None:
         """How often the first MTP layer's likeliest token is the model's own, on held-out text: of
-        the source and of what was quantized, each with its own model."""
+        the source and of what was quantized, each with its own model; and under names with _own on
+        texts that the model wrote."""
         weights, embed_and_head = self.model.weights, self.embed_and_head
         rows = self.model.layer_rows(layer)
         head = next((row for row in rows if row.role == "head"), self.residual.head)
@@ -432,14 +440,14 @@ class Walk:
         made = map(block.head_input, held_out(drafts))
         token = likeliest_tokens(torch.cat(normed), weights.blocks(self.residual.head, BLOCK_ROWS))
         draft = likeliest_tokens(torch.cat([*made]), weights.blocks(head, BLOCK_ROWS))
-        source, share = (token == draft).double().view(2, -1).mean(1).tolist()
-        low, high = share_interval(share, len(drafts.original.hidden))
-        self.log.findings.next_token |= {
-            "accepted_drafts": share,
-            "accepted_drafts_low": low,
-            "accepted_drafts_high": high,
-            "accepted_drafts_source": source,
-        }
+        right = (token == draft).double().view(2, -1).cpu()
+        found = _shares("accepted_drafts", right)
+        written = torch.tensor([one in sequences.written for one in range(len(lengths))])
+        if bool(written.any()):
+            own = written.repeat_interleave(lengths - 1)
+            found |= _shares("accepted_drafts_own", right[:, own])
+            found["accepted_drafts_own_tokens"] = int(own.sum())
+        self.log.findings.next_token |= found
 
     def _quantize_head(self, states: HiddenStates) -> None:
         """Solve the head by the outputs of the final norm, or load what an earlier run wrote."""
@@ -492,3 +500,15 @@ class Walk:
         if others:
             found["plain_kl"] = others[0].kl
         self.log.findings.next_token = found
+
+
+def _shares(name: str, right: Tensor) -> dict[str, float]:
+    """right float64 [2, T]: 1 for an accepted draft, of the source and of what was quantized."""
+    source, share = right.mean(1).tolist()
+    low, high = share_interval(share, right.shape[1])
+    return {
+        name: share,
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"{name}_source": source,
+    }

@@ -15,7 +15,7 @@ from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import Architecture, ModelConfig
-from quantkit.models.stored_parameters import check_size, usual_name
+from quantkit.models.stored_parameters import block_head_rows, check_size, usual_name
 from quantkit.models.table import Parameter, ScaleGroup, resolve
 from quantkit.models.tensor_names import has_linear_suffix
 from quantkit.quantization.checks import DROPPED
@@ -62,7 +62,10 @@ def read_table(survey: Survey, findings: Findings) -> Structure:
         if survey.config:
             findings.add("config-field", "config.json", fault.problem, fault.remedy)
         return Structure()
-    return Structure(config, architecture.parameters(config), architecture=architecture)
+    rows = architecture.parameters(config)
+    if head := block_head_rows(survey.config, config, survey.tensors):
+        rows = [*(row for row in rows if not row.mtp), *head]
+    return Structure(config, rows, architecture=architecture)
 
 
 def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
@@ -200,8 +203,8 @@ def _report_missing(survey: Survey, structure: Structure, findings: Findings) ->
     needed = [row for row in mtp if row.role not in ("embedding", "head")]
     # What the decoder's layers lack as well, config.json asks of every layer.
     lacking = {row.within_layer for row in missing if row.layer is not None and not row.mtp}
-    everywhere = [row for row in needed if row.within_layer in lacking]
-    needed = [row for row in needed if row.within_layer not in lacking]
+    everywhere = [row for row in needed if row.layer is not None and row.within_layer in lacking]
+    needed = [row for row in needed if row not in everywhere]
     if mtp and len(mtp) == mtp_rows:
         evidence = (
             "config.json has an MTP layer (num_nextn_predict_layers, num_mtp_layers), and "

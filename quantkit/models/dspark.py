@@ -23,6 +23,7 @@ from quantkit.models import decoder
 from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs
 from quantkit.models.config import check_count, refusal
 from quantkit.models.context import Context, Positions
+from quantkit.models.mtp import DSPARK
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
@@ -104,12 +105,13 @@ def head_parameters(
     """Every tensor of a head, without the confidence head's; none without a head. stages: those of
     its layers; pairs: names of the two sides of its table."""
     sizes, h, last = config.dspark, config.hidden_size, f"mtp.{config.dspark.stages - 1}"
+    first, end = config.num_hidden_layers, config.num_hidden_layers + sizes.stages - 1
     if not sizes.block:
         return []
     rows = [
-        Parameter("mtp.0.main_proj.weight", (h, h * len(sizes.targets)), "mtp_proj"),
-        Parameter("mtp.0.main_norm.weight", (h,), "norm"),
-        Parameter(f"{last}.norm.weight", (h,), "norm"),
+        Parameter(DSPARK, (h, h * len(sizes.targets)), "mtp_proj", layer=first),
+        Parameter("mtp.0.main_norm.weight", (h,), "norm", layer=first),
+        Parameter(f"{last}.norm.weight", (h,), "norm", layer=end),
         *(
             Parameter(f"{last}.markov_head.{side}.weight", (config.vocab_size, sizes.rank), "norm")
             for side in pairs
@@ -148,6 +150,9 @@ class BlockHead:
     backend: str = "auto"
     """As in `decoder.Model`."""
 
+    streams: Any
+    """Those of the stages (`ResidualStreams`)."""
+
     def __init__(
         self,
         config: BlockHeadConfig,
@@ -177,6 +182,11 @@ class BlockHead:
         the input of this layer of the model, None after the last."""
         raise NotImplementedError
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden after the last stage, as calibration holds it -> input of the main model's head,
+        [T, H]."""
+        raise NotImplementedError
+
     def run(self, token_ids: Tensor, embedded: Tensor, context: BlockContext) -> Tensor:
         """token_ids [B b], embedded [B b, H] -> after the last stage and its norm, [B b, H]."""
         raise NotImplementedError
@@ -190,15 +200,13 @@ class BlockHead:
     def keys(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """hidden [T, (1 + targets) H] of the main model for tokens at positions int64 [T] -> keys
         [T, S, D]."""
-        return self.projected_keys(
-            self.main_proj(hidden[:, self.embedding.shape[1] :].contiguous()), positions
-        )
-
-    @by_own_backend
-    def projected_keys(self, projected: Tensor, positions: Tensor) -> Tensor:
-        """As `keys`, of `main_proj`'s outputs [T, H]."""
-        x, at = rms_norm(projected, self.main_norm, self.eps), Positions(positions)
+        read = hidden[:, self.embedding.shape[1] :].contiguous()
+        x, at = self.window_input(self.main_proj(read)), Positions(positions)
         return torch.stack([one.attention.window_keys(x, at) for one in self.stages], dim=1)
+
+    def window_input(self, projected: Tensor) -> Tensor:
+        """What all stages make keys of, [T, H], of `main_proj`'s outputs."""
+        return rms_norm(projected, self.main_norm, self.eps)
 
     @by_own_backend
     def hidden(self, newest: Tensor, positions: Tensor, window: Window) -> Tensor:

@@ -194,7 +194,12 @@ def pack_streams(streams: Tensor, token_ids: Tensor) -> Tensor:
 
 def unpack_streams(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The streams [T, n, H] and token ids int64 [T] of packed hidden states."""
-    return hidden[:, :-1].unflatten(-1, (count, -1)), (hidden[:, -1] / ID_SCALE).round().long()
+    return hidden[:, :-1].unflatten(-1, (count, -1)), packed_ids(hidden)
+
+
+def packed_ids(hidden: Tensor) -> Tensor:
+    """The token ids int64 [T] of packed hidden states, which come last."""
+    return (hidden[:, -1] / ID_SCALE).round().long()
 
 
 def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:

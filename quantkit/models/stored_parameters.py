@@ -1,7 +1,7 @@
 """A model's parameter table compared with the tensors in a checkpoint's headers."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,9 @@ def read_model(checkpoint: Checkpoint) -> Model:
         )
     if config.copied_prefixes:
         rows = _without_other_drafts(checkpoint, rows, config.copied_prefixes)
+        head = block_head_rows(checkpoint.config, config, checkpoint.tensors)
+        if all(is_stored(checkpoint, row) for row in head):  # copied with what it lacks
+            rows += head
         rows += _copied_rows(checkpoint, config.copied_prefixes, {row.name for row in rows})
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows, effective_config, "; ".join(warnings))
@@ -248,10 +251,13 @@ def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
             )
 
 
-def block_head_rows(checkpoint: Checkpoint, config: ModelConfig) -> list[Parameter]:
-    """Tensors of a stored head that drafts blocks (dspark.py); none without."""
-    module = find_block_head(checkpoint.config) if checkpoint.has(DSPARK) else None
-    return [] if module is None else resolve(module.head_parameters(config), checkpoint.tensors)
+def block_head_rows(
+    config_json: Mapping[str, Any], config: ModelConfig, names: Container[str]
+) -> list[Parameter]:
+    """Tensors of a head that drafts blocks (dspark.py), of stored ones of these names; none
+    without."""
+    module = find_block_head(config_json) if DSPARK in names else None
+    return [] if module is None else resolve(module.head_parameters(config), names)
 
 
 def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:

@@ -22,7 +22,7 @@ from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
-from quantkit.models.stored_parameters import block_head_rows
+from quantkit.models.mtp import DSPARK
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
@@ -60,7 +60,7 @@ class RunSizes:
     """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest.
     quantized: modules to quantize. mlp_output_width: as of `ModelConfig`. state_width: values of a token's hidden state in all its
     residual streams. drift: whether calibration tokens also run through the original path.
-    kept_width: values of a held-out token that a draft head has read (calibrate/block_drafts.py)."""
+    kept_width: values of a token that a draft head has read (calibrate/block_drafts.py)."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
@@ -114,7 +114,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         sequence=recipe.seq_len,
         batches=Batches(),
         drift="drift" in job.request.methods,
-        kept_width=config.hidden_size * bool(block_head_rows(job.checkpoint, config)),
+        kept_width=config.hidden_size * any(row.name == DSPARK for row in job.rows),
     )
     measuring = Peak(0, 0, 0, "")
     if job.request.mixture.chooses:
@@ -133,7 +133,8 @@ def calibrated_peak(work: RunSizes) -> Peak:
     """Peak of a calibrated run."""
     # The held-out ones of the source and of the RTN run, too.
     channel = (work.tokens + 2 * work.judged + work.original_tokens) * _FLOAT
-    hidden, copied = channel * work.state_width + 2 * work.judged * work.kept_width * _FLOAT, 0
+    kept = (work.tokens + work.judged) * work.kept_width * _FLOAT
+    hidden, copied = channel * work.state_width + kept, 0
     if any(row.after_experts for rows in work.units.values() for row in rows):
         parallel = Counter[int | None]()
         for row in (row for rows in work.units.values() for row in rows if row.parallel_to_experts):

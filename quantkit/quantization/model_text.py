@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.data import BUILTIN, SHIPPED_TEXT, own_documents
+from quantkit.calibrate.data import BUILTIN, SHIPPED_TEXT, WRITTEN, own_documents
 from quantkit.calibrate.documents import Document
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -226,8 +226,7 @@ def _written(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return [
-        {"kind": "written by the model"} | _content(question, text)
-        for (question, _), text in zip(prompts, texts)
+        {"kind": WRITTEN} | _content(question, text) for (question, _), text in zip(prompts, texts)
     ]
 
 

@@ -206,24 +206,37 @@ def _held_out(findings: Findings) -> dict[str, float] | None:
 
 
 def describe_drafts(held_out: Mapping[str, float]) -> str:
-    """Accepted drafts of the MTP layer, or of a head that drafts blocks; empty without either."""
-    if "accepted_length" in held_out:
-        own, low, high, source = (
-            held_out[f"accepted_length{part}"] for part in ("", "_low", "_high", "_source")
-        )
-        return (
-            f"{own:.2f} tokens a step of the DSpark head's blocks, the source's {source:.2f} "
-            f"(95 % interval {low:.2f} to {high:.2f})"
-        )
-    if "accepted_drafts" not in held_out:
+    """Accepted drafts of the MTP layer, or of a head that drafts blocks, on all held-out text and
+    on what the model wrote of it; empty without either."""
+    kinds = {"accepted_length": _accepted_length, "accepted_drafts": _accepted_drafts}
+    found = next(((name, say) for name, say in kinds.items() if name in held_out), None)
+    if found is None:
         return ""
-    own, low, high, source = (
-        held_out[f"accepted_drafts{part}"] for part in ("", "_low", "_high", "_source")
+    name, say = found
+    own = "none of that text is the model's own, which --calibration self has it write"
+    if (count := held_out.get(f"{name}_own_tokens")) is not None:
+        own = f"on {int(count):,} tokens that the model wrote {say(held_out, f'{name}_own')}"
+    return f"{say(held_out, name)}; {own}"
+
+
+def _accepted_length(held_out: Mapping[str, float], name: str) -> str:
+    own, low, high, source = _with_interval(held_out, name)
+    return (
+        f"{own:.2f} tokens a step of the DSpark head's blocks, the source's {source:.2f} "
+        f"(95 % interval {low:.2f} to {high:.2f})"
     )
+
+
+def _accepted_drafts(held_out: Mapping[str, float], name: str) -> str:
+    own, low, high, source = _with_interval(held_out, name)
     return (
         f"{own:.1%} of the MTP layer's, the source's {source:.1%} (95 % interval {low:.1%} to "
         f"{high:.1%}): {1 + own:.2f} tokens a step of one draft, {1 + source:.2f}"
     )
+
+
+def _with_interval(held_out: Mapping[str, float], name: str) -> list[float]:
+    return [held_out[f"{name}{part}"] for part in ("", "_low", "_high", "_source")]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

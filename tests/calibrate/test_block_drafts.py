@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from block_heads import MODELS, block_after, write_with_head
+from block_heads import MODELS, block_after, head_rows, write_with_head
+from letters import write_letters
 from quantized import quantized
 from small_recipe import SMALL, sequences_of
 
@@ -35,13 +36,19 @@ def served(path, texts):
 @torch.inference_mode()
 def test_accepted_lengths_are_those_of_both_models(name, tmp_path):
     source = write_with_head(tmp_path / "source", MODELS[name])
-    recipe = Recipe(scheme="awq-w4a16", **SMALL)
+    text = write_letters(tmp_path / "text.jsonl", 2000)
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **SMALL | {"held_out": 4})
     quantized(source, tmp_path / "out", recipe)
-    report = json.loads((tmp_path / "out" / "report.json").read_text())["held_out"]
-    texts = sequences_of(recipe, source).held_out
-    for path, key in ((source, "accepted_length_source"), (tmp_path / "out", "accepted_length")):
-        found = served(path, texts)
-        assert 1.05 < found < 3.9
-        assert report[key] == pytest.approx(found, abs=0.02)
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    linears = [row.module for row in head_rows(MODELS[name]) if row.role == "linear"]
+    assert sum("gptq" in facts["methods"][one] for one in linears) > len(linears) / 2
+    report = facts["held_out"]
+    sequences = sequences_of(recipe, source)
+    texts = {"": sequences.held_out, "_own": [sequences.held_out[one] for one in sequences.written]}
+    for path, end in ((source, "_source"), (tmp_path / "out", "")):
+        for name, own in texts.items():
+            found = served(path, own)
+            assert 1.05 < found < 3.9
+            assert report[f"accepted_length{name}{end}"] == pytest.approx(found, abs=0.02)
     assert report["accepted_length_low"] < report["accepted_length"]
     assert report["accepted_length"] < report["accepted_length_high"]

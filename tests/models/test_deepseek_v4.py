@@ -207,13 +207,10 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
 
 
 def test_a_dspark_head_drafts_and_is_not_run_as_an_mtp_layer(tmp_path):
-    """As V4-Flash-0731 has one; it changes no token, is kept, and without its sizes is refused."""
+    """As V4-Flash-0731 has one; it changes no token, and without its sizes is refused."""
     source, out = write_with_head(tmp_path / "source", MODELS["deepseek_v4"]), tmp_path / "out"
     quantized(source, out, "rtn-w4a16")
-    before, after = Checkpoint.open(source), Checkpoint.open(out)
-    for name in before.tensors:
-        if name.startswith("mtp."):
-            assert torch.equal(after.read(name).float(), before.read(name).float())
+    assert "mtp.1.ffn.experts.0.w1" in Checkpoint.open(out).linears
     for path in (source, out):
         assert drafted(path, 3)[0] == drafted(path, 0)[0]
     with edited(source / "config.json") as config:

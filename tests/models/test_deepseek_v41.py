@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_heads import MODELS, block_after, write_with_head
 from engines import capture, load, note, tokens
-from quantized import quantized
+from quantized import quantized, stop_when
 from refused import refused
 from releases import check_read, fp4, fp8, packed
 from small_recipe import SMALL
@@ -426,6 +426,9 @@ def packer(name, tensor):
     return fp4 if ".experts." in name else partial(fp8, tall=32, wide=32)
 
 
+_KEPT = ("mtp.0.main_", "mtp.1.markov_head", "vision.", "aligner.", "image_")
+
+
 def as_released(path):
     """The checkpoint in the release's layout, and what each tensor stands for."""
     plain = Checkpoint.open(write_with_head(path.with_name("plain"), MODELS["deepseek_v41"]))
@@ -441,7 +444,7 @@ def as_released(path):
 
 def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeypatch):
     """Calibrated, with tables that are never read whole, in a run that is stopped and goes on and
-    in one that is not; tables, vision and the DSpark head are kept, and the head drafts."""
+    in one that is not; tables, vision and what is around the head's stages are kept; it drafts."""
     source, worth = as_released(tmp_path / "source")
     out, again = tmp_path / "out", tmp_path / "again"
     with monkeypatch.context() as watched:
@@ -458,12 +461,10 @@ def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeyp
         assert torch.equal(StoredNgramTable(checkpoint, table).rows(numbers), rows[numbers])
         recipe = Recipe(scheme="awq-w4a16", **SMALL)
 
-        def stop(event):
-            if getattr(event, "unit", "") == "layers.3.attend":
-                raise KeyboardInterrupt
-
-        with pytest.raises(Interrupted):
-            quantized(source, out, recipe, on_event=stop)
+        for unit in ("layers.3.attend", "layers.6.feed_forward"):  # the second of the head
+            stop = stop_when(lambda event, unit=unit: getattr(event, "unit", "") == unit)
+            with pytest.raises(Interrupted):
+                quantized(source, out, recipe, on_event=stop)
         for path in (out, again):
             quantized(source, path, recipe)
         for path in (source, out):
@@ -473,7 +474,7 @@ def test_the_release_is_read_to_the_bit_and_its_tables_by_rows(tmp_path, monkeyp
         one, other = (found.read(name).view(torch.uint8) for found in (written, whole))
         assert torch.equal(one, other), name
     for name, one in worth.items():
-        if "engram.embed" in name or name.startswith(("mtp.", "vision.", "aligner.", "image_")):
+        if "engram.embed" in name or name.startswith(_KEPT):
             assert torch.equal(written.read(name).float(), one.float()), name
     told = [json.loads((path / "report.json").read_text())["held_out"] for path in (out, again)]
     assert told[0] == told[1]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import make_model
 import pytest
 import torch
+from letters import write_letters
 from output_files import files
 from quantized import quantized
 from refused import refused
@@ -226,8 +227,10 @@ def test_only_a_models_own_files_are_copied(source, text, tmp_path):
     assert "secrets.txt" not in names
 
 
-def test_accepted_drafts_are_those_of_both_models(text, tmp_path):
-    """Some tokens are likelier than all others, so that drafts of a random model are accepted."""
+def test_accepted_drafts_are_those_of_both_models(tmp_path):
+    """On all held-out text, and on what the model wrote of it. Some tokens are likelier than all
+    others, so that drafts of a random model are accepted."""
+    text = write_letters(tmp_path / "text.jsonl", 2000)
     config = make_model.tiny_config(num_hidden_layers=1, **make_model.NARROW)
     tensors, out = make_model.random_tensors(config), tmp_path / "out"
     for name in ("lm_head.weight", "model.layers.1.shared_head.head.weight"):
@@ -235,16 +238,18 @@ def test_accepted_drafts_are_those_of_both_models(text, tmp_path):
     source = make_model.write_dense(tmp_path / "source", config, tensors)
     found = run(source, out, "awq-w4a16", text).findings.next_token
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **SMALL)
-    sequences = sequences_of(recipe, source).held_out
-    for path, key in ((source, "accepted_drafts_source"), (out, "accepted_drafts")):
+    sequences = sequences_of(recipe, source)
+    for path, end in ((source, "_source"), (out, "")):
         loaded, agree = load_model(path, device="cpu", dtype="float32", mtp=1), []
         (layer,) = loaded.mtp_layers
-        for ids in sequences:
+        for ids in sequences.held_out:
             hidden = loaded.model(ids, CausalContext([len(ids)]))
             drafts = layer.logits(layer(ids[1:], hidden[:-1], CausalContext([len(ids) - 1])))
             agree.append(drafts.argmax(-1) == loaded.model.logits(hidden)[1:].argmax(-1))
-        share = float(torch.cat(agree).double().mean())
-        assert found[key] == pytest.approx(share, abs=0.02)
-        assert 0.1 < found[key] < 0.95
+        for name, right in (("", agree), ("_own", [agree[one] for one in sequences.written])):
+            key = f"accepted_drafts{name}{end}"
+            assert found[key] == pytest.approx(float(torch.cat(right).double().mean()), abs=0.02)
+            assert 0.1 < found[key] < 0.95
+    assert found["accepted_drafts_own_tokens"] == 31 * len(sequences.written)
     told = json.loads((out / "report.json").read_text())["held_out"]
     assert told["accepted_drafts_low"] < told["accepted_drafts"] < told["accepted_drafts_high"]

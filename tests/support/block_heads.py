@@ -22,11 +22,14 @@ MODELS = {
 }
 
 
+def head_rows(config):
+    made = find_architecture(config).Config.from_dict(config)
+    return find_block_head(config).head_parameters(made)
+
+
 def write_with_head(path, config):
     """Some tokens are likelier than all others, so that drafts of a random head are accepted."""
-    generator = torch.Generator().manual_seed(12)
-    made = find_architecture(config).Config.from_dict(config)
-    head = rows_of(find_block_head(config).head_parameters(made), generator)
+    head = rows_of(head_rows(config), torch.Generator().manual_seed(12))
     tensors = {
         name: one for name, one in random_tensors(config).items() if not name.startswith("mtp.")
     }

@@ -277,7 +277,7 @@ def open_model(
         _check_mtp(checkpoint, read)
     check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
     if mtp:
-        check_stored(checkpoint, block_head_rows(checkpoint, read.config))
+        check_stored(checkpoint, _head_rows(checkpoint, read.config))
     check_stored_head(checkpoint, read.rows)
     read.config.check_tokenizer(checkpoint.path)
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
@@ -342,10 +342,10 @@ def prepare(
     set_current_device(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
-    head_rows = block_head_rows(checkpoint, opened.read.config) if opened.mtp else []
+    has_head = bool(opened.mtp and _head_rows(checkpoint, config))
     weights = ExecutorWeights(
         checkpoint,
-        [*rows, *head_rows],
+        rows,
         device=target,
         dtype=opened.dtype,
         backend=backend,
@@ -356,13 +356,13 @@ def prepare(
         model = architecture.Model(config, weights)
         model.backend = backend
         count = min(opened.mtp, config.num_nextn_predict_layers)
-        count = count if architecture.MtpLayer and not head_rows else 0
+        count = count if architecture.MtpLayer and not has_head else 0
         layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
         for layer in layers:
             layer.follow(model)
             layer.backend = backend
         block_head: BlockHead | None = None
-        if head_rows:
+        if has_head:
             block_head = find_block_head(checkpoint.config).HEAD(config, weights)
             block_head.follow(model)
             block_head.backend = backend
@@ -385,6 +385,10 @@ def prepare(
         steps,
         block_head,
     )
+
+
+def _head_rows(checkpoint: Checkpoint, config: ModelConfig) -> list[Parameter]:
+    return block_head_rows(checkpoint.config, config, checkpoint.tensors)
 
 
 def _steps(
@@ -468,7 +472,7 @@ def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
                 "not run",
                 f"{remedy}; --prompt-lookup guesses without a head, vLLM and SGLang run this one",
             )
-        if not block_head_rows(checkpoint, read.config):
+        if not _head_rows(checkpoint, read.config):
             raise QuantkitError(
                 f"{checkpoint.path} has a DSpark draft head, and its config.json no "
                 "dspark_block_size",

@@ -10,7 +10,7 @@ head_dim.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from quantkit_kernels import (
@@ -46,6 +46,7 @@ from quantkit.models.context import Context, Positions
 from quantkit.models.deepseek_v4.config import (
     COMPRESSED,
     HEAVY,
+    WINDOW,
     check_sizes,
     read_ropes,
     read_schedules,
@@ -121,6 +122,20 @@ class Config(ModelConfig):
         """Of the head in mtp.*, if there is one (models/dspark.py)."""
         return DSparkSizes.from_dict(
             config, self.num_hidden_layers, self.n_routed_experts, self.num_experts_per_tok
+        )
+
+    def of_layer(self, layer: int) -> Self:
+        """What a layer is built by: stages of the DSpark head, which follow the others, have a
+        window and experts of their own number."""
+        return self._of_stages() if self.dspark.block and layer >= self.num_hidden_layers else self
+
+    def _of_stages(self) -> Self:
+        sizes, layers = self.dspark, self.num_hidden_layers + self.dspark.stages
+        return replace(
+            self,
+            n_routed_experts=sizes.experts,
+            num_experts_per_tok=sizes.experts_per_token,
+            kinds=(WINDOW,) * layers,
         )
 
     @property
@@ -221,6 +236,7 @@ def parameters(config: Config) -> list[Parameter]:
 
 def layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     """Every tensor of a layer."""
+    config = config.of_layer(layer)
     h, p = config.hidden_size, config.prefix(layer)
     yield from hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
     yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)
@@ -313,6 +329,7 @@ def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The norms before both sublayers and of the queries' latent, to all their readers; no scale
     passes through clamped gates."""
+    config = config.of_layer(layer)
     p = config.prefix(layer)
     a = f"{p}.attn"
     rate, selects = config.entry_rates[layer]
@@ -332,11 +349,18 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     mixture, *_ = moe_scale_groups(
         f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
     )
-    return [
+    groups = [
         ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
         mixture,
     ]
+    return of_stage(config, layer, groups)
+
+
+def of_stage(config: Config, layer: int, groups: list[ScaleGroup]) -> list[ScaleGroup]:
+    """Those of the groups of a layer, input of attention first, that a stage of the DSpark head
+    has, too: its wkv also reads what the head makes of the main model, which all stages share."""
+    return groups[1:] if config.dspark.block and layer >= config.num_hidden_layers else groups
 
 
 class Attention:
@@ -463,6 +487,7 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        config = config.of_layer(layer)
         p = config.prefix(layer)
         attention = Attention(config, layer, weights)
         mixture = MixtureV4(config, layer, weights)

@@ -12,7 +12,6 @@ from torch import Tensor
 from quantkit.models import dspark
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v4.architecture import Config, DecoderLayer, layer_parameters
-from quantkit.models.deepseek_v4.config import WINDOW
 from quantkit.models.hyper_connections import (
     expand_streams,
     merge_parameters,
@@ -26,31 +25,23 @@ from quantkit.models.weights import Weights
 _PAIRS = ("markov_w1", "markov_w2")
 
 
-def stage_config(config: Config) -> Config:
-    """Of the stages: a window and experts of their own number."""
-    sizes, first = config.dspark, config.num_hidden_layers
-    return replace(
-        config,
-        n_routed_experts=sizes.experts,
-        num_experts_per_tok=sizes.experts_per_token,
-        kinds=(*config.kinds[:first], *[WINDOW] * sizes.stages),
-    )
-
-
 def head_parameters(config: Config) -> list[Parameter]:
     """As `dspark.head_parameters`."""
-    own, first, count = stage_config(config), config.num_hidden_layers, config.dspark.stages
-    rows = [row for number in range(first, first + count) for row in layer_parameters(own, number)]
-    rows += merge_parameters(with_prefix(config.streams, f"mtp.{count - 1}"))
+    first, count = config.num_hidden_layers, config.dspark.stages
+    rows = [
+        row for number in range(first, first + count) for row in layer_parameters(config, number)
+    ]
+    merge = merge_parameters(with_prefix(config.streams, f"mtp.{count - 1}"))
+    rows += [replace(row, layer=first + count - 1) for row in merge]
     return dspark.head_parameters(config, rows, _PAIRS)
 
 
 class DSparkV4(dspark.BlockHead):
     def __init__(self, config: Config, weights: Weights) -> None:
-        own, first, count = stage_config(config), config.num_hidden_layers, config.dspark.stages
-        stages = [DecoderLayer(own, number, weights) for number in range(first, first + count)]
+        first, count = config.num_hidden_layers, config.dspark.stages
+        stages = [DecoderLayer(config, number, weights) for number in range(first, first + count)]
         super().__init__(config, stages, weights, _PAIRS)
-        self.count = config.hc_mult
+        self.count, self.streams = config.hc_mult, config.streams
         self.end = with_prefix(config.streams, f"mtp.{count - 1}").end(weights)
 
     @staticmethod
@@ -61,10 +52,16 @@ class DSparkV4(dspark.BlockHead):
     def read(config: Config, layer: Any, hidden: Tensor, context: Context) -> Tensor:
         return stream_mean(unpack_streams(hidden, config.hc_mult)[0])
 
+    def head_input(self, hidden: Tensor) -> Tensor:
+        return self._merged(unpack_streams(hidden, self.count)[0])
+
     def run(self, token_ids: Tensor, embedded: Tensor, context: dspark.BlockContext) -> Tensor:
         streams = expand_streams(embedded, self.count)
         for stage in self.stages:
             _, streams = stage(token_ids, streams, context, self.norm)
+        return self._merged(streams)
+
+    def _merged(self, streams: Tensor) -> Tensor:
         normed, _ = self.end(streams, self.norm, self.eps)
         return normed
 

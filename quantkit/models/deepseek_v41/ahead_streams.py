@@ -10,7 +10,12 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from quantkit.models.hyper_connections import ID_SCALE, HyperConnectionSizes, expand_streams
+from quantkit.models.hyper_connections import (
+    ID_SCALE,
+    HyperConnectionSizes,
+    expand_streams,
+    packed_ids,
+)
 from quantkit.models.weights import Weights
 
 
@@ -53,9 +58,9 @@ class AheadStreams(NamedTuple):
     def unpack(cls, hidden: Tensor, sizes: AheadSizes) -> Self:
         """hidden [T, sizes.packed_width], as `pack` made it."""
         widths = [sizes.count * sizes.hidden, sizes.count, sizes.shared, 1]
-        flat, before, shared, ids = hidden.split(widths, dim=-1)
+        flat, before, shared, _ = hidden.split(widths, dim=-1)
         streams = flat.unflatten(-1, (sizes.count, -1))
-        return cls(streams, before, shared, (ids[:, 0] / ID_SCALE).round().long())
+        return cls(streams, before, shared, packed_ids(hidden))
 
     def pack(self) -> Tensor:
         """float32 [T, packed_width]."""

@@ -3,7 +3,7 @@ streams that each sublayer weighs for the next one, n-gram tables (engram.py), e
 
 Names are those of the published checkpoint; transformers has no such model. As for DeepSeek-V4,
 queries, keys and entries are not rounded to the formats in which the release's kernels hold them.
-The text model is computed; the vision tower and the DSpark head (mtp.*) are copied. Symbols: T
+The text model is computed, the vision tower copied; dspark.py has the head in mtp.*. Symbols: T
 tokens, H hidden_size, n streams, D head_dim.
 """
 
@@ -67,6 +67,7 @@ def parameters(config: Config) -> list[Parameter]:
 
 def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     """Every tensor of a layer, or of a stage of the DSpark head, without an n-gram table's."""
+    config = config.of_layer(layer)
     p, h = config.prefix(layer), config.hidden_size
     return [
         *hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention"),
@@ -136,6 +137,7 @@ def _expert_parameters(config: Config, layer: int) -> Iterator[Parameter]:
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The norms before both sublayers and of the queries' latent, to all their readers; no scale
     passes through clamped gates."""
+    config = config.of_layer(layer)
     p = config.prefix(layer)
     a = f"{p}.attn"
     readers, queries = [f"{a}.wq_a", f"{a}.wkv"], [f"{a}.wq_b"]
@@ -148,11 +150,12 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     mixture, *_ = moe_scale_groups(
         f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
     )
-    return [
+    groups = [
         ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
         mixture,
     ]
+    return deepseek_v4.of_stage(config, layer, groups)
 
 
 class Attention(deepseek_v4.Attention):
@@ -200,6 +203,7 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
     attention: Attention
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        config = config.of_layer(layer)
         p = config.prefix(layer)
         mixture = MoeMlp(config.routing, f"{p}.ffn", weights, config.mixture)
         attention = Attention(config, layer, weights)
@@ -225,11 +229,12 @@ class DecoderLayer(hyper_connections.HyperConnectionLayer):
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """What layers share is packed with the streams (`_Shared`)."""
-        assert isinstance(context, CausalContext), "whole sequences"
         state, attention = AheadStreams.unpack(hidden, self.sizes), self.attention
-        lengths, reads = context.seq_lens, attention.attention.shared
+        reads = attention.attention.shared
         if reads is None:
             return self._attended(self.with_ngrams(state, context), context).pack()
+        assert isinstance(context, CausalContext), "whole sequences"
+        lengths = context.seq_lens
         shared = state.shared.clone()
         for part, carried in zip(shared.split(lengths), context.carried):
             _Shared(part, attention.config).give(carried, reads, reads.layer == attention.layer)

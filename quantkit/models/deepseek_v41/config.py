@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.config import (
@@ -37,8 +37,7 @@ _COPIED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_new
 class Config(deepseek_v4.Config):
     """Fields as config.json names them. ratios: tokens per entry that each layer reads, 0 without;
     sources: of each layer, the one whose entries it reads, -1 without; selecting: layers with an
-    indexer; engram: n-gram tables, None without; dspark: the head in mtp.* (dspark.py),
-    which is copied."""
+    indexer; engram: n-gram tables, None without; dspark: the head in mtp.* (dspark.py)."""
 
     candidate_topk_blocks: CountOrNone = 0
     candidate_block_size: CountOrNone = 0
@@ -73,9 +72,14 @@ class Config(deepseek_v4.Config):
         _check_sizes(made)
         return made
 
+    def _of_stages(self) -> Self:
+        layers = self.num_hidden_layers + self.dspark.stages
+        return replace(super()._of_stages(), ratios=(0,) * layers, sources=(-1,) * layers)
+
     @property
     def streams(self) -> AheadSizes:
-        shared = self.head_dim + self.index_head_dim + self.index_topk + 1 if self.sources else 0
+        reads = any(source >= 0 for source in self.sources)
+        shared = self.head_dim + self.index_head_dim + self.index_topk + 1 if reads else 0
         numbers = (self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters)
         return AheadSizes(*numbers, self.hc_eps, self.rms_norm_eps, _STREAMS, shared=shared)
 
