@@ -220,12 +220,7 @@ class Blocks:
 def _mean_lengths(name: str, lengths: Tensor) -> dict[str, float]:
     """lengths float64 [2, B]: of the source and of what was quantized."""
     source, own = lengths
-    mean, half = float(own.mean()), 0.0
-    if len(own) > 1:
-        half = 1.96 * float(own.std()) / math.sqrt(len(own))
-    return {
-        name: mean,
-        f"{name}_low": mean - half,
-        f"{name}_high": mean + half,
-        f"{name}_source": float(source.mean()),
-    }
+    mean = float(own.mean())
+    half = 1.96 * float(own.std()) / math.sqrt(len(own)) if len(own) > 1 else 0.0
+    parts = {"": mean, "_low": mean - half, "_high": mean + half, "_source": float(source.mean())}
+    return {f"{name}{part}": value for part, value in parts.items()}

@@ -110,6 +110,15 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
     return (middle - half) / scale, (middle + half) / scale
 
 
+def accepted_shares(name: str, right: Tensor) -> dict[str, float]:
+    """Shares of drafts under names of the report. right float64 [2, T]: 1 for an accepted one, of
+    the source and of what was quantized."""
+    source, share = right.mean(1).tolist()
+    low, high = share_interval(share, right.shape[1])
+    parts = {"": share, "_low": low, "_high": high, "_source": source}
+    return {f"{name}{part}": value for part, value in parts.items()}
+
+
 class Softmax:
     """Online softmax of T tokens over the `offset` first logits: largest [T], argmax [T], and total
     [T], the sum of exp(logit - largest)."""

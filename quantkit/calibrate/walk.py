@@ -41,9 +41,9 @@ from quantkit.calibrate.output_cost import (
     JUDGED_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
+    accepted_shares,
     compare_paths,
     likeliest_tokens,
-    share_interval,
 )
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
@@ -406,7 +406,6 @@ class Walk:
     # --- after the last layer
 
     def _draft_blocks(self, blocks: Blocks) -> None:
-        """Quantize the stages of a head that drafts blocks, and count what is accepted of both."""
         for layer in self.model.mtp_layers:
             self._layer(layer, blocks.states, blocks.attend)
         if self.ranks.is_main:
@@ -419,9 +418,8 @@ class Walk:
         drafts: HiddenStatePair,
         sequences: Sequences,
     ) -> None:
-        """How often the first MTP layer's likeliest token is the model's own, on held-out text: of
-        the source and of what was quantized, each with its own model; and under names with _own on
-        texts that the model wrote."""
+        """How often the first MTP layer's likeliest token is the model's own, of the source and of
+        what was quantized, each with its own model, on held-out text; _own: on what it wrote."""
         weights, embed_and_head = self.model.weights, self.embed_and_head
         rows = self.model.layer_rows(layer)
         head = next((row for row in rows if row.role == "head"), self.residual.head)
@@ -441,11 +439,11 @@ class Walk:
         token = likeliest_tokens(torch.cat(normed), weights.blocks(self.residual.head, BLOCK_ROWS))
         draft = likeliest_tokens(torch.cat([*made]), weights.blocks(head, BLOCK_ROWS))
         right = (token == draft).double().view(2, -1).cpu()
-        found = _shares("accepted_drafts", right)
+        found = accepted_shares("accepted_drafts", right)
         written = torch.tensor([one in sequences.written for one in range(len(lengths))])
         if bool(written.any()):
             own = written.repeat_interleave(lengths - 1)
-            found |= _shares("accepted_drafts_own", right[:, own])
+            found |= accepted_shares("accepted_drafts_own", right[:, own])
             found["accepted_drafts_own_tokens"] = int(own.sum())
         self.log.findings.next_token |= found
 
@@ -500,15 +498,3 @@ class Walk:
         if others:
             found["plain_kl"] = others[0].kl
         self.log.findings.next_token = found
-
-
-def _shares(name: str, right: Tensor) -> dict[str, float]:
-    """right float64 [2, T]: 1 for an accepted draft, of the source and of what was quantized."""
-    source, share = right.mean(1).tolist()
-    low, high = share_interval(share, right.shape[1])
-    return {
-        name: share,
-        f"{name}_low": low,
-        f"{name}_high": high,
-        f"{name}_source": source,
-    }

@@ -24,7 +24,7 @@ from quantkit.models.compressed_attention import CompressedAttention, Compressed
 from quantkit.models.config import check_count, refusal
 from quantkit.models.context import Context, Positions
 from quantkit.models.mtp import DSPARK
-from quantkit.models.table import Parameter
+from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
 
@@ -119,6 +119,12 @@ def head_parameters(
         *stages,
     ]
     return [replace(row, mtp=True) for row in rows]
+
+
+def stage_groups(config: BlockHeadConfig, layer: int, groups: list[ScaleGroup]) -> list[ScaleGroup]:
+    """Those of a layer's groups, that of attention's input first, that a stage has, too: its linear
+    of keys also reads what the head makes of the main model, which all stages share."""
+    return groups[1:] if config.dspark.block and layer >= config.num_hidden_layers else groups
 
 
 class BlockContext(Positions):

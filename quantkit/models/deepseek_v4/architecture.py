@@ -52,7 +52,7 @@ from quantkit.models.deepseek_v4.config import (
     read_schedules,
     refuse_unsupported,
 )
-from quantkit.models.dspark import NO_HEAD, DSparkSizes
+from quantkit.models.dspark import NO_HEAD, DSparkSizes, stage_groups
 from quantkit.models.hyper_connections import (
     HyperConnectionSizes,
     hyper_connection_parameters,
@@ -125,18 +125,13 @@ class Config(ModelConfig):
         )
 
     def of_layer(self, layer: int) -> Self:
-        """What a layer is built by: stages of the DSpark head, which follow the others, have a
-        window and experts of their own number."""
+        """What a layer is built by: stages of the DSpark head have sizes of their own."""
         return self._of_stages() if self.dspark.block and layer >= self.num_hidden_layers else self
 
     def _of_stages(self) -> Self:
-        sizes, layers = self.dspark, self.num_hidden_layers + self.dspark.stages
-        return replace(
-            self,
-            n_routed_experts=sizes.experts,
-            num_experts_per_tok=sizes.experts_per_token,
-            kinds=(WINDOW,) * layers,
-        )
+        sizes, kinds = self.dspark, (WINDOW,) * (self.num_hidden_layers + self.dspark.stages)
+        own = replace(self, kinds=kinds, n_routed_experts=sizes.experts)
+        return replace(own, num_experts_per_tok=sizes.experts_per_token)
 
     @property
     def streams(self) -> HyperConnectionSizes:
@@ -354,13 +349,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
         ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
         mixture,
     ]
-    return of_stage(config, layer, groups)
-
-
-def of_stage(config: Config, layer: int, groups: list[ScaleGroup]) -> list[ScaleGroup]:
-    """Those of the groups of a layer, input of attention first, that a stage of the DSpark head
-    has, too: its wkv also reads what the head makes of the main model, which all stages share."""
-    return groups[1:] if config.dspark.block and layer >= config.num_hidden_layers else groups
+    return stage_groups(config, layer, groups)
 
 
 class Attention:

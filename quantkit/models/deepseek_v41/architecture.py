@@ -39,6 +39,7 @@ from quantkit.models.deepseek_v4 import architecture as deepseek_v4
 from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
 from quantkit.models.deepseek_v41.config import Config
 from quantkit.models.deepseek_v41.engram import SCALE_GROUP, Engram
+from quantkit.models.dspark import stage_groups
 from quantkit.models.hyper_connections import (
     ID_SCALE,
     hyper_connection_parameters,
@@ -155,7 +156,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
         ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
         mixture,
     ]
-    return deepseek_v4.of_stage(config, layer, groups)
+    return stage_groups(config, layer, groups)
 
 
 class Attention(deepseek_v4.Attention):
