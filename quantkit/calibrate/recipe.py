@@ -25,8 +25,8 @@ Rounding = Callable[["Tensor", "Quantizer", "Curvature"], "tuple[Tensor, Scales]
 [..., K]: mean square of each channel) to values on the grid [..., N, K] and their scales
 [..., N, G]. Leading dimensions are experts."""
 
-RotationKind = Literal["residual", "values"]
-"""Of the residual stream, and of each head's values."""
+RotationKind = Literal["residual", "values", "latents"]
+"""Of the residual stream, of each head's values, and of the latents of latent attention."""
 
 ROUNDINGS: dict[str, Rounding] = {}
 

@@ -3,14 +3,16 @@ R2 of SpinQuant, arXiv 2405.16406). The model computes what it did, and its outl
 all channels.
 
 residual: the residual stream h becomes h Q. The gain of a norm g is folded into its readers W,
-which become W diag(g) Q; embedding and writers W become Q^T W; a tied head is stored apart. values:
-a head's values v become v R, in the rows that make them and the columns of o_proj that read them.
+which become W diag(g) Q; embedding and writers W become Q^T W; a tied head is stored apart. Of
+several streams, which are mixed by scalars, every one becomes h Q, and what weighs them reads each
+so. values: a head's values v become v R, in the rows that make them and the columns of o_proj that
+read them. latents: a latent c of latent attention becomes c P, in the rows of its linear and, after
+its norm, in all readers.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,9 +26,11 @@ from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import Model, check_stored_head, is_stored, read_model
-from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.table import Parameter, Projection, ScaleGroup
 
 _LARGEST_FACTOR = 64
+_MADE_BY: dict[Projection, Projection] = {"q_b": "q_a", "kv_b": "kv_a"}
+"""By the projection that reads a latent, the one that makes it."""
 
 
 class Rotation:
@@ -67,18 +71,29 @@ def _hadamard(size: int) -> Tensor:
 class _Fold:
     """What a tensor becomes.
 
-    gains: of columns that read the residual stream, for each block of them as wide as the stream
-    the norms whose gains they take; None for others. writes: whether its rows, or a bias, are added
-    to the stream. made: width of the heads whose values its rows make, after `before` other rows of
-    each; read: of those that its columns read; 0 for none. unit: a norm, whose gain becomes 1.
+    gains: of columns that read what is rotated as `of`, for each block of them as wide as that the
+    norms whose gains they take; None for others. writes: whether its rows, or a bias, are added to
+    the residual stream. made: width of the heads whose values its rows make, after `before` other
+    rows of each; read: of those that its columns read; latent: width of the latent that its first
+    rows make; 0 for none. unit: a norm, whose gain becomes 1.
     """
 
     gains: tuple[tuple[Parameter, ...], ...] | None = None
+    of: RotationKind = "residual"
     writes: bool = False
     made: int = 0
     before: int = 0
     read: int = 0
+    latent: int = 0
     unit: bool = False
+
+    def joined(self, other: "_Fold") -> "_Fold":
+        """What both say of one tensor."""
+        said = {field.name: getattr(other, field.name) for field in fields(other)}
+        return replace(self, **{key: one for key, one in said.items() if one != _PLAIN[key]})
+
+
+_PLAIN = {field.name: field.default for field in fields(_Fold)}
 
 
 class RotatedCheckpoint(CheckpointView):
@@ -95,6 +110,7 @@ class RotatedCheckpoint(CheckpointView):
         note: str,
     ) -> None:
         self.base, self.note, self._folds, self._seed = base, note, folds, seed
+        self._rotations = dict[tuple[RotationKind, int], Rotation]()
         self._embedding = next(row for row in rows if row.role == "embedding")
         self._rows = {row.name: row if is_stored(base, row) else self._embedding for row in rows}
         packed = {name for linear in base.linears.values() for name in linear.tensors}
@@ -139,7 +155,7 @@ class RotatedCheckpoint(CheckpointView):
         """Only these rows are read, if none are rotated together, as in the head."""
         name = f"{module}.weight"
         row, fold = self._rows[name], self._folds.get(name, _Fold())
-        if axis == "N" and not (fold.writes or fold.made):
+        if axis == "N" and not (fold.writes or fold.made or fold.latent):
             weight, first = self.base.weight_slice(row.module, axis, start, stop, device)
             return self._folded(fold, row, dequantize(weight)), first
         value = self.read(name, device)
@@ -157,35 +173,43 @@ class RotatedCheckpoint(CheckpointView):
             return torch.full_like(value, 1 - row.gain_offset)
         if fold.made:
             heads = value.unflatten(0, (-1, fold.before + fold.made)).clone()
-            heads[:, fold.before :] = self._values(heads[:, fold.before :].mT).mT
+            values = heads[:, fold.before :]
+            heads[:, fold.before :] = self._rotated("values", values.mT).mT
             value = heads.flatten(0, 1)
         if fold.read:
-            value = self._values(value.unflatten(-1, (-1, fold.read))).flatten(-2)
+            value = self._rotated("values", value.unflatten(-1, (-1, fold.read))).flatten(-2)
+        if fold.latent:
+            made, others = value[: fold.latent], value[fold.latent :]
+            value = torch.cat((self._rows_rotated("latents", made), others))
         if fold.gains is not None:
             blocks = value.unflatten(-1, (len(fold.gains), -1))
-            gains = torch.stack([self._gain(norms, value) for norms in fold.gains])
-            value = self._stream(blocks * gains).flatten(-2)
-        if not fold.writes:
-            return value
-        return self._stream(value) if value.dim() == 1 else self._stream(value.mT).mT.contiguous()
+            gains = [self._gain(norms, number, blocks) for number, norms in enumerate(fold.gains)]
+            value = self._rotated(fold.of, blocks * torch.stack(gains)).flatten(-2)
+        return self._rows_rotated("residual", value) if fold.writes else value
 
-    def _gain(self, norms: Sequence[Parameter], like: Tensor) -> Tensor:
-        """float32 [H] for what is read after these norms, of which the last one divides by the size
-        of what the others leave."""
-        gain = like.new_ones(self._embedding.shape[1])
+    def _gain(self, norms: Sequence[Parameter], number: int, blocks: Tensor) -> Tensor:
+        """float32 [W] for the block of that number, which is read after these norms, of which the
+        last one divides by the size of what the others leave. blocks: [..., W]."""
+        width = blocks.shape[-1]
+        gain = blocks.new_ones(width)
         for norm in norms:
-            own = self._source(norm, like.device) + norm.gain_offset
-            gain = gain / gain.square().mean().sqrt() * own
+            parts = (self._source(norm, blocks.device) + norm.gain_offset).view(-1, width)
+            gain = gain / gain.square().mean().sqrt() * parts[number % len(parts)]
         return gain
 
-    @cached_property
-    def _stream(self) -> Rotation:
-        return Rotation(self._embedding.shape[1], self._seed)
+    def _rotated(self, kind: RotationKind, x: Tensor) -> Tensor:
+        """x [..., W] in its last dimension."""
+        key = kind, x.shape[-1]
+        if key not in self._rotations:
+            seed = self._seed + get_args(RotationKind).index(kind)
+            self._rotations[key] = Rotation(x.shape[-1], seed)
+        return self._rotations[key](x)
 
-    @cached_property
-    def _values(self) -> Rotation:
-        width = next(fold.read for fold in self._folds.values() if fold.read)
-        return Rotation(width, self._seed + 1)
+    def _rows_rotated(self, kind: RotationKind, value: Tensor) -> Tensor:
+        """A weight [W, K] or a bias [W] in its first dimension."""
+        if value.dim() == 1:
+            return self._rotated(kind, value)
+        return self._rotated(kind, value.mT).mT.contiguous()
 
 
 def open_rotated(
@@ -211,11 +235,11 @@ def open_rotated(
     if "residual" in rotations:
         folds = _residual_folds(checkpoint, model, rows)
         if any(row.role == "mtp_proj" for row in rows):
-            note += "; MTP layers read hidden states without the final norm's gain, and draft worse"
-    if "values" in rotations:
-        for name, fold in _value_folds(checkpoint, model).items():
-            own = folds.get(name, _Fold())
-            folds[name] = replace(fold, gains=own.gains, writes=own.writes)
+            note += "; MTP layers do without the gain of a last norm, and draft worse"
+    for kind, found in (("values", _value_folds), ("latents", _latent_folds)):
+        if kind in rotations:
+            for name, fold in found(checkpoint, model).items():
+                folds[name] = folds.get(name, _Fold()).joined(fold)
     return RotatedCheckpoint(checkpoint, config, rows, folds, seed, note)
 
 
@@ -250,11 +274,10 @@ def _residual_folds(
 ) -> dict[str, _Fold]:
     """Every norm of the residual stream, which have no block, must have its readers in the table:
     those of a group, or the head after the last norm, and after the first two of an MTP layer its
-    projection."""
-    if model.config.stream_count > 1:
-        raise _refusal(checkpoint, "it has several residual streams")
-    if any(row.role == "copied" for row in rows):
-        raise _refusal(checkpoint, "another model in it writes to the residual stream")
+    projections. An MTP layer's last norm before the main model's head goes without its gain."""
+    if any(row.role in ("copied", "ngram_table") for row in rows):
+        why = "another model or a table of n-grams in it writes to the residual stream"
+        raise _refusal(checkpoint, why)
     readers: dict[str, list[str]] = {}
     for group in _groups(model):
         if group.producer_is_norm:
@@ -262,13 +285,16 @@ def _residual_folds(
     modules = {row.module: row for row in rows}
     folds: dict[str, _Fold] = {}
     final = [row for row in rows if row.layer is None and row.role == "norm"][-1:]
+    drafter = model.architecture.MtpLayer
+    before_hnorm = final if drafter is not None and drafter.reads == "normed" else []
     for layer in (None, *_layers(model)):
         own = [row for row in rows if row.layer == layer]
         stream = [row for row in own if row.role == "norm" and row.block is None]
         ends = [row for row in stream if row.module not in readers]
         heads = [row for row in own if row.role == "head"]
         projections = [row for row in own if row.role == "mtp_proj"]
-        if len(ends) != len(heads) + 2 * len(projections) or any(row.after_experts for row in own):
+        last = len(ends) - 2 * bool(projections)
+        if last != len(heads) and not (projections and last == 1):
             raise _refusal(checkpoint, f"{(ends or own)[-1].name} is not read by linears alone")
         for norm in stream:
             folds[norm.name] = _Fold(unit=True)
@@ -276,15 +302,62 @@ def _residual_folds(
                 folds[modules[module].name] = _Fold(gains=((norm,),))
         for row in heads:
             folds[row.name] = _Fold(gains=((ends[-1],),))
-        for row in projections:
-            folds[row.name] = _Fold(gains=((ends[0],), (*final, ends[1])), writes=True)
+        read = ((ends[0],), (*before_hnorm, ends[1])) if projections else ()
+        for number, row in enumerate(projections):
+            gains = read if len(projections) == 1 else (read[number],)
+            folds[row.name] = _Fold(gains=gains, writes=True)
+        folds |= _mixing_folds(checkpoint, own, model.config.hidden_size)
+        latent = any(row.role == "latent" for row in own)
         for row in own:
+            inside = latent and row.expert is not None
             if row.role == "embedding":
                 folds[row.name] = _Fold(gains=((),))
-            elif row.split == "row":
+            elif (row.split == "row" and not inside) or (
+                row.role == "latent" and row.after_experts
+            ):
                 folds[row.name] = _Fold(writes=True)
                 if row.bias in modules:
                     folds[row.bias] = _Fold(writes=True)
+    return folds
+
+
+def _mixing_folds(
+    checkpoint: Checkpoint, rows: Sequence[Parameter], width: int
+) -> dict[str, _Fold]:
+    """Of what weighs several residual streams in one layer: linears over all of them, normed, and
+    the gains of these norms."""
+    folds: dict[str, _Fold] = {}
+    mixing = [row for row in rows if row.role == "streams"]
+    for row in mixing:
+        if len(row.shape) < 2:
+            continue
+        if row.shape[1] % width or not row.shape[0] % width:
+            raise _refusal(checkpoint, f"{row.name} weighs every channel of its residual streams")
+        norms = [one for one in mixing if one.block == row.block and one.shape == row.shape[1:]]
+        folds[row.name] = _Fold(gains=(tuple(norms),) * (row.shape[1] // width))
+        folds |= {norm.name: _Fold(unit=True) for norm in norms}
+    return folds
+
+
+def _latent_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
+    modules, folds = {row.module: row for row in model.rows}, dict[str, _Fold]()
+    for group in _groups(model):
+        readers = [modules[module] for module in group.consumers]
+        made = _MADE_BY.get(readers[0].projection or "o")
+        if not group.producer_is_norm or made is None:
+            continue
+        norm = modules[group.producer]
+        own = [row for row in model.rows if row.layer == norm.layer and row.block == "attention"]
+        if any(row.role == "state" for row in own):
+            raise _refusal(checkpoint, f"{norm.name} comes after a convolution of each channel")
+        for row in own:
+            if row.projection == made:
+                parts = [row.name, *([row.bias] if row.bias in modules else [])]
+                folds |= {name: _Fold(latent=norm.shape[0]) for name in parts}
+        folds[norm.name] = _Fold(unit=True)
+        folds |= {row.name: _Fold(gains=((norm,),), of="latents") for row in readers}
+    if not folds:
+        raise _refusal(checkpoint, "it has no latent attention whose latents linears alone read")
     return folds
 
 
