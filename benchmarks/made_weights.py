@@ -261,6 +261,9 @@ class SyntheticWeights:
             _part(module), kernels.prepare(self._weight(*shape), dtype=self.dtype)
         )
 
+    def input_rotation(self, module: str) -> int:
+        return 0
+
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         shapes = [self._shapes[f"{module}.weight"][1] for module in modules]
         fused = self._weight(sum(n for n, _ in shapes), shapes[0][1])

@@ -65,6 +65,9 @@ class Decoded:
     def dequantized(self, module: str) -> Tensor:
         return dequantize(self.checkpoint.weight(module, self.device))
 
+    def input_rotation(self, module: str) -> int:
+        return self.checkpoint.input_rotation(module)
+
     def linear(self, module: str) -> LinearOp:
         return self.fused_linear((module,))
 

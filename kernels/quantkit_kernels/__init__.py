@@ -53,6 +53,7 @@ from quantkit_kernels.functional import (
 )
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
+from quantkit_kernels.hadamard import block_hadamard
 from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens, index_prepare, index_topk
 from quantkit_kernels.linear import (
     Linear,
@@ -173,6 +174,7 @@ __all__ = [
     "UnsummedPairs",
     "Weight",
     "add_rms_norm",
+    "block_hadamard",
     "by_own_backend",
     "cache_layout",
     "check",

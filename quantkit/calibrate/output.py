@@ -17,6 +17,7 @@ from torch import Tensor
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.formats.compressed import rotated_inputs
 from quantkit.checkpoint.header import TensorSpec, save_tensors
 from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import SourceGuard
@@ -256,7 +257,9 @@ class Output:
         files = read_aux_files(self.source.checkpoint.path)
         files |= self.format.extra_files(grid, quantized, unquantized)
         files |= more
-        block = self.format.config_block(grid, quantized, unquantized)
+        rotation = self.source.checkpoint.input_rotation
+        rotated = {row.module: size for row in self.rows.values() if (size := rotation(row.module))}
+        block = self.format.config_block(grid, quantized, unquantized) | rotated_inputs(rotated)
         self.writer.finish(
             output_config(self.described, block), files, {"tensors": self.manifest()}
         )
@@ -292,7 +295,9 @@ class Output:
 
     def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:
         if self.rounds(row):
-            return {"status": "quantized", "grid": grid_label(self.grids[row.module])}
+            fate = {"status": "quantized", "grid": grid_label(self.grids[row.module])}
+            block = self.source.checkpoint.input_rotation(row.module)
+            return fate | ({"inputs": f"rotated in blocks of {block}"} if block else {})
         if row.module in self.grids:
             return {"status": "copied", "reason": "packed as the source has it"}
         if self.source.checkpoint.is_rotated(row.name):

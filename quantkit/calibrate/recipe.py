@@ -25,8 +25,9 @@ Rounding = Callable[["Tensor", "Quantizer", "Curvature"], "tuple[Tensor, Scales]
 [..., K]: mean square of each channel) to values on the grid [..., N, K] and their scales
 [..., N, G]. Leading dimensions are experts."""
 
-RotationKind = Literal["residual", "values", "latents"]
-"""Of the residual stream, of each head's values, and of the latents of latent attention."""
+RotationKind = Literal["residual", "values", "latents", "down"]
+"""Of the residual stream, of each head's values, of the latents of latent attention, and, as the
+model runs, of what down projections read."""
 
 ROUNDINGS: dict[str, Rounding] = {}
 

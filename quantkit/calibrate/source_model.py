@@ -173,9 +173,14 @@ class SourceModel:
 
     @cached_property
     def groups(self) -> dict[int, list[ScaleGroup]]:
-        """Scale groups of every layer."""
+        """Scale groups of every layer; no scale passes through a rotation of inputs."""
+        rotation = self.weights.checkpoint.input_rotation
         return {
-            layer: self.architecture.scale_groups(self.config, layer)
+            layer: [
+                group
+                for group in self.architecture.scale_groups(self.config, layer)
+                if group.producer_is_norm or not any(map(rotation, group.consumers))
+            ]
             for layer in [*self.layers, *self.mtp_layers]
         }
 

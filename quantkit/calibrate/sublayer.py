@@ -139,7 +139,7 @@ class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
     replace a weight between calls.
 
-    stored: the checkpoint whose n-gram tables are read. activation_quants: of linears with
+    stored: the checkpoint whose n-gram tables, and rotations of inputs, are read. activation_quants: of linears with
     quantized inputs. product: of an input and a weight. sites:
     linears that read one input, by the name it is observed under.
     """
@@ -164,6 +164,9 @@ class LayerWeights:
     def ngram_table(self, module: str) -> NgramTable:
         assert self.stored is not None, f"no checkpoint for {module}"
         return StoredNgramTable(self.stored, module)
+
+    def input_rotation(self, module: str) -> int:
+        return 0 if self.stored is None else self.stored.input_rotation(module)
 
     def linear(self, module: str) -> LinearOp:
         return self.fused_linear((module,))

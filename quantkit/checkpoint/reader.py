@@ -85,6 +85,7 @@ class Checkpoint:
                 path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors
             )
             check_ignored(self.description_file, self.format, ignored, self.linears)
+            self._input_rotations = self.format.input_rotations(config)
         except QuantkitError as fault:
             if str(path) in fault.problem:
                 raise
@@ -179,6 +180,10 @@ class Checkpoint:
     def is_rotated(self, name: str) -> bool:
         """Whether a view shows the tensor rotated."""
         return False
+
+    def input_rotation(self, module: str) -> int:
+        """As `Format.input_rotations`."""
+        return self._input_rotations(module)
 
     @property
     def pruned(self) -> set[str]:

@@ -237,6 +237,7 @@ class _RuleCheck:
             yield from self._check_grids(rule)
             yield from self._check_siblings()
             yield from self._check_tied_head()
+            yield from self._check_rotations(applied=False)
             return
         yield from self._check_other_formats()
         yield from self._check_parts(rule)
@@ -245,6 +246,7 @@ class _RuleCheck:
         yield from self._check_mtp(rule)
         yield from self._check_tied_head()
         yield from self._check_keys(rule)
+        yield from self._check_rotations(applied=rule.rotates_inputs)
 
     def _is_quantized(self, row: Parameter) -> bool:
         """Whether it is in the checkpoint's own format, the only one that an engine knows."""
@@ -281,6 +283,15 @@ class _RuleCheck:
                     if mtp
                     else LoadProblem.error(problem, remedy)
                 )
+
+    def _check_rotations(self, *, applied: bool) -> Iterator[LoadProblem]:
+        """Inputs that the engine must rotate as the model runs."""
+        rotated = (row.module for row in self.linears if self.checkpoint.input_rotation(row.module))
+        if not applied and (module := next(rotated, None)):
+            yield LoadProblem.error(
+                f"{self.engine} does not rotate the inputs of {module}, as transform_config asks",
+                "quantize without down in rotation",
+            )
 
     def _check_grids(self, rule: MixtureRule) -> Iterator[LoadProblem]:
         """Every linear must be on a grid that the engine accepts for it, and all routed experts of

@@ -93,6 +93,8 @@ class LoadRule(Rule):
     # their own names; those of other models only by the fused module's name, except q_a and kv_a.
     # None: they are always found.
     finds_unquantized: tuple[str, ...] | None = None
+    # Whether transform_config's rotations of inputs are applied; else they are left out unnoticed.
+    rotates_inputs: bool = False
     # Whether int4 experts whose intermediate size per GPU is at most group_size are computed
     # incorrectly.
     narrow_experts_wrong: bool = False

@@ -11,6 +11,7 @@ from quantkit_kernels import (
     Gating,
     Routing,
     UnsummedPairs,
+    block_hadamard,
     float32_linear,
     gate_and_mul,
     moe_gate,
@@ -276,7 +277,8 @@ def up_down_group(
 
 
 class Mlp:
-    """down(SiLU(gate(x)) * up(x)), or with another activation; with biases if `bias`."""
+    """down(SiLU(gate(x)) * up(x)), or with another activation; with biases if `bias`; what down
+    reads rotated where the checkpoint says so."""
 
     def __init__(
         self,
@@ -290,7 +292,7 @@ class Mlp:
         gate, up, down = names.modules(prefix)
         self.gating = gating
         self.gate_up = weights.fused_linear((gate, up))
-        self.down = weights.linear(down)
+        self.down, self.rotation = weights.linear(down), weights.input_rotation(down)
         self.gate_up_bias = (
             torch.cat([weights.tensor(f"{one}.bias") for one in (gate, up)]) if bias else None
         )
@@ -299,10 +301,12 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         both = add_bias(self.gate_up(x), self.gate_up_bias)
-        fused = getattr(self.down, "of_gate_and_up", None) if self.gating == SILU else None
+        plain = self.gating == SILU and not self.rotation
+        fused = getattr(self.down, "of_gate_and_up", None) if plain else None
         out = None if fused is None else fused(both)
         if out is None:
-            out = self.down(gate_and_mul(both, self.gating))
+            read = gate_and_mul(both, self.gating)
+            out = self.down(block_hadamard(read, self.rotation) if self.rotation else read)
         return add_bias(out, self.down_bias)
 
 

@@ -65,6 +65,9 @@ class RenamedWeights:
         q_a, q_b, kv_a = map(self.rename, modules)
         return self.weights.mla_prolog((q_a, q_b, kv_a), kv_b, gains, eps, rope)
 
+    def input_rotation(self, module: str) -> int:
+        return self.weights.input_rotation(self.rename(module))
+
     def dequantized(self, module: str) -> Tensor:
         return self.weights.dequantized(self.rename(module))
 

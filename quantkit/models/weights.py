@@ -51,6 +51,10 @@ class Weights(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor, for optional parts such as a router bias."""
 
+    def input_rotation(self, module: str) -> int:
+        """Rows of the block Hadamard matrix by which what this linear reads is to be multiplied
+        (`quantkit_kernels.block_hadamard`), as the checkpoint says; 0 for none."""
+
     def linear(self, module: str) -> LinearOp:
         """The linear called `module`; under tensor parallelism this rank's shard."""
 

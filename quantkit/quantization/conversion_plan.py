@@ -177,6 +177,13 @@ class ConversionPlan:
     def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:
         self.checkpoint = checkpoint
         self.rows, self.described, self.note = _read(checkpoint)
+        for module in (*checkpoint.linears, *(row.module for row in self.rows.values())):
+            if checkpoint.input_rotation(module):
+                raise QuantkitError(
+                    f"inputs of {module} of {checkpoint.path} are rotated as the model runs, which "
+                    "is said in no other format",
+                    "quantize the source to that format",
+                )
         self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
         self.target = find_target(checkpoint, target, self.grid)
         self.as_nvfp4 = self.grid == Mxfp4Grid() and not self.target.holds(Mxfp4Grid())

@@ -160,6 +160,12 @@ def read_request(
         scheme = replace(scheme, weight=choice.grid)
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
+    if "down" in recipe.rotation and (name, scheme.activation_bits) != ("compressed-tensors", 8):
+        raise QuantkitError(
+            f"inputs of down projections are not rotated for {scheme.name} in {name}",
+            "leave down out of rotation, or use a scheme with 8-bit activations and --format "
+            "compressed-tensors",
+        )
     scheme = _with_group_size(scheme, recipe, engine)
     mixed_choice = _mixed_choice(engine, scheme, named_format, mixture) if engine else None
     return JobRequest(

@@ -7,7 +7,8 @@ which become W diag(g) Q; embedding and writers W become Q^T W; a tied head is s
 several streams, which are mixed by scalars, every one becomes h Q, and what weighs them reads each
 so. values: a head's values v become v R, in the rows that make them and the columns of o_proj that
 read them. latents: a latent c of latent attention becomes c P, in the rows of its linear and, after
-its norm, in all readers.
+its norm, in all readers. down: what a down projection reads, x, becomes x H as the model runs, and
+its weight W H, for a block Hadamard matrix H (R4 of SpinQuant).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import torch
+from quantkit_kernels import block_hadamard
+from quantkit_kernels.hadamard import hadamard_matrix
 from torch import Tensor
 
 from quantkit.calibrate.recipe import RotationKind
@@ -29,6 +32,9 @@ from quantkit.models.stored_parameters import Model, check_stored_head, is_store
 from quantkit.models.table import Parameter, Projection, ScaleGroup
 
 _LARGEST_FACTOR = 64
+_BLOCK = 128
+"""Most rows of the Hadamard matrices before down projections: 512 rows gave no more."""
+_LEAST_BLOCK = 16
 _MADE_BY: dict[Projection, Projection] = {"q_b": "q_a", "kv_b": "kv_a"}
 """By the projection that reads a latent, the one that makes it."""
 
@@ -47,7 +53,7 @@ class Rotation:
             odd = torch.randn(width // power, width // power, generator=draw, dtype=torch.float64)
             self.factors.append(torch.linalg.qr(odd)[0])
         while power > 1:
-            self.factors.append(_hadamard(min(power, _LARGEST_FACTOR)))
+            self.factors.append(hadamard_matrix(min(power, _LARGEST_FACTOR)))
             power //= len(self.factors[-1])
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -59,14 +65,6 @@ class Rotation:
         return rotated.reshape(x.shape)
 
 
-def _hadamard(size: int) -> Tensor:
-    """Sylvester's matrix divided by the root of its size, which makes it orthogonal."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
-    return matrix / size**0.5
-
-
 @dataclass(frozen=True)
 class _Fold:
     """What a tensor becomes.
@@ -75,7 +73,8 @@ class _Fold:
     norms whose gains they take; None for others. writes: whether its rows, or a bias, are added to
     the residual stream. made: width of the heads whose values its rows make, after `before` other
     rows of each; read: of those that its columns read; latent: width of the latent that its first
-    rows make; 0 for none. unit: a norm, whose gain becomes 1.
+    rows make; block: size of the Hadamard matrices that rotate its inputs as the model runs; 0 for
+    none. unit: a norm, whose gain becomes 1.
     """
 
     gains: tuple[tuple[Parameter, ...], ...] | None = None
@@ -85,6 +84,7 @@ class _Fold:
     before: int = 0
     read: int = 0
     latent: int = 0
+    block: int = 0
     unit: bool = False
 
     def joined(self, other: "_Fold") -> "_Fold":
@@ -128,6 +128,9 @@ class RotatedCheckpoint(CheckpointView):
 
     def is_rotated(self, name: str) -> bool:
         return name in self._folds
+
+    def input_rotation(self, module: str) -> int:
+        return self._folds.get(f"{module}.weight", _Fold()).block
 
     def stored(self, name: str) -> tuple[TensorInfo, ...]:
         """A tied head is the embedding."""
@@ -178,6 +181,8 @@ class RotatedCheckpoint(CheckpointView):
             value = heads.flatten(0, 1)
         if fold.read:
             value = self._rotated("values", value.unflatten(-1, (-1, fold.read))).flatten(-2)
+        if fold.block:
+            value = block_hadamard(value, fold.block)
         if fold.latent:
             made, others = value[: fold.latent], value[fold.latent :]
             value = torch.cat((self._rows_rotated("latents", made), others))
@@ -236,7 +241,8 @@ def open_rotated(
         folds = _residual_folds(checkpoint, model, rows)
         if any(row.role == "mtp_proj" for row in rows):
             note += "; MTP layers do without the gain of a last norm, and draft worse"
-    for kind, found in (("values", _value_folds), ("latents", _latent_folds)):
+    found_by = (("values", _value_folds), ("latents", _latent_folds), ("down", _down_folds))
+    for kind, found in found_by:
         if kind in rotations:
             for name, fold in found(checkpoint, model).items():
                 folds[name] = folds.get(name, _Fold()).joined(fold)
@@ -285,8 +291,8 @@ def _residual_folds(
     modules = {row.module: row for row in rows}
     folds: dict[str, _Fold] = {}
     final = [row for row in rows if row.layer is None and row.role == "norm"][-1:]
-    drafter = model.architecture.MtpLayer
-    before_hnorm = final if drafter is not None and drafter.reads == "normed" else []
+    reads = getattr(model.architecture.MtpLayer, "reads", "normed")
+    before_hnorm = final if reads == "normed" else []
     for layer in (None, *_layers(model)):
         own = [row for row in rows if row.layer == layer]
         stream = [row for row in own if row.role == "norm" and row.block is None]
@@ -371,3 +377,13 @@ def _value_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
     if not folds:
         raise _refusal(checkpoint, "no layer passes its values on as attention sums them")
     return folds
+
+
+def _down_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
+    if any(row.block == "expert" for row in model.rows):
+        raise _refusal(checkpoint, "no engine rotates what is between the linears of an expert")
+    downs = [row for row in model.rows if row.projection == "down"]
+    widths = {row.shape[1] for row in downs}
+    if not downs or any(width & -width < _LEAST_BLOCK for width in widths):
+        raise _refusal(checkpoint, f"no block of {_LEAST_BLOCK} channels divides {sorted(widths)}")
+    return {row.name: _Fold(block=min(row.shape[1] & -row.shape[1], _BLOCK)) for row in downs}

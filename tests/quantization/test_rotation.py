@@ -15,9 +15,13 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_checkpoint
+from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.weights import ExecutorWeights
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
+from quantkit.quantization.convert import convert
 from quantkit.quantization.rotation import Rotation, open_rotated
 
 NORM, VALUES, LATENTS, WRITES = (
@@ -30,6 +34,7 @@ WITH_LATENTS = [
     *("kimi_k2", "kimi_k25", "kimi_linear", "kimi_k3", "deepseek_v32", "deepseek_v4"),
     *("deepseek_v41", "glm5_next", "glm_moe_dsa", "hy_v4", "pangu_ultra_moe"),
 ]
+DENSE = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "PanguEmbedded"]
 REFUSED = {
     "residual": {
         "deepseek_v41": WRITES,
@@ -50,6 +55,7 @@ REFUSED = {
     ),
     "latents": dict.fromkeys({*tiny_models.CONFIGS}.difference(WITH_LATENTS), LATENTS)
     | {"openpangu_v2": "after a convolution of each channel"},
+    "down": dict.fromkeys({*tiny_models.CONFIGS}.difference(DENSE), "linears of an expert"),
 }
 
 
@@ -63,6 +69,7 @@ def outputs(checkpoint):
     names, ids = getattr(config, "mixture", None), torch.arange(7, 47)
     weights = PlainWeights(tensors, *([] if names is None else [names.linears]))
     with use_backend("reference"):
+        weights.input_rotation = checkpoint.input_rotation
         model, mtp = architecture.Model(config, weights), None
         if config.num_nextn_predict_layers and architecture.MtpLayer:
             mtp = architecture.MtpLayer(config, weights, 0)
@@ -140,3 +147,38 @@ def test_the_output_is_a_plain_checkpoint_whose_head_is_its_own(tmp_path):
     assert quantized(source, tmp_path / "out", recipe).done_already
     with refused("pruned, or whose grids are chosen, is not rotated"):
         quantized(source, tmp_path / "no", recipe.with_given(prune=0.5))
+
+
+def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
+    """In int8: config.json says so as vLLM reads it, and what would leave it out is refused."""
+    source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
+    out, ids = tmp_path / "out", torch.arange(8, 40)
+    recipe = Recipe(scheme="int8-a8w8c16", methods=(), rotation=("down",))
+    quantized(source, out, recipe)
+    checkpoint = Checkpoint.open(out)
+    down = "model.layers.1.mlp.down_proj"
+    assert checkpoint.input_rotation(down) == 128
+    assert checkpoint.input_rotation("model.layers.1.mlp.up_proj") == 0
+    said = checkpoint.config["quantization_config"]["transform_config"]["config_groups"]
+    assert [(one["type"], one["head_dim"]) for one in said.values()] == [("hadamard", 128)]
+    found = []
+    for path in (source, out):
+        model = load_model(path, device="cpu", dtype="float32", backend="reference").model
+        with torch.inference_mode():
+            found.append(model.logits(model(ids, CausalContext([len(ids)]))))
+    theirs, ours = found
+    assert 0 < (ours - theirs).norm() < 0.15 * theirs.norm()
+    with refused("rotated as the model runs"):
+        convert(out, tmp_path / "dense", dtype="bf16")
+    rows = read_model(checkpoint).rows
+    assert any("does not rotate" in one.problem for one in check_checkpoint("sglang", checkpoint))
+    with refused("blocks of 128, and a rank has 192"):
+        where = {"device": torch.device("cpu"), "dtype": torch.float32}
+        ExecutorWeights(checkpoint, rows, **where, parallel=Parallel(0, 2)).input_rotation(down)
+    with refused("are not rotated for w8a16"):
+        quantized(source, tmp_path / "no", recipe.with_given(scheme="w8a16"))
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"]["transform_config"]["config_groups"]["R4"]["type"] = "random"
+    (out / "config.json").write_text(json.dumps(config))
+    with refused("R4 is random"):
+        Checkpoint.open(out)

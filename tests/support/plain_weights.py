@@ -25,6 +25,9 @@ class PlainWeights:
     def has(self, name):
         return name in self.tensors
 
+    def input_rotation(self, module):
+        return 0
+
     def dequantized(self, module):
         return self.tensors[f"{module}.weight"]
 

@@ -157,6 +157,11 @@ class Format(ABC):
         """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
         return None
 
+    def input_rotations(self, config: Json) -> Callable[[str], int]:
+        """Rows of the block Hadamard matrix by which the inputs of a module are multiplied as the
+        model runs, 0 for none. Raises QuantkitError for other transforms of activations."""
+        return lambda module: 0
+
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:

@@ -80,6 +80,9 @@ class Compressed(Format):
     def ignored(self, config: Json, side: Json) -> Ignored:
         return ignored(config)
 
+    def input_rotations(self, config: Json) -> Callable[[str], int]:
+        return input_rotations(config)
+
 
 def detect(config: Json, variant: str) -> bool:
     """Whether the block says this variant; of several descriptions of weights, whatever it says,
@@ -195,6 +198,69 @@ def _found(pattern: regex.Pattern[str], module: str) -> bool:
             f"re:{pattern.pattern} in quantization_config of config.json takes too long to match"
         )
         raise QuantkitError(message, "write a simpler expression") from error
+
+
+def input_rotations(config: Json) -> Callable[[str], int]:
+    """As of `Format`. Transforms of weights are in the weights."""
+    said = (config.get("quantization_config") or {}).get("transform_config") or {}
+    rules = list[tuple[Callable[[str], bool], Callable[[str], bool], int]]()
+    for name, scheme in _objects(said, "config_groups"):
+        online = [
+            args
+            for _, args in _objects(scheme, "apply")
+            if args.get("location") not in ("weight_input", "weight_output")
+        ]
+        block: Any = scheme.get("head_dim")
+        kind = scheme.get("type")
+        known = kind == "hadamard" and type(block) is int and block > 0 and not block & (block - 1)
+        if online and not (known and all(args.get("location") == "input" for args in online)):
+            raise QuantkitError(
+                f"transform_config.config_groups.{name} is {kind} with head_dim {block}, applied "
+                "as the model runs",
+                "quantkit reads a hadamard of a head_dim that is a power of two, at inputs",
+            )
+        for args in online:
+            meant, spared = (matcher(_listed(args, key)) for key in ("targets", "ignore"))
+            rules.append((meant, spared, block))
+    return lambda module: next(
+        (block for meant, spared, block in rules if meant(module) and not spared(module)), 0
+    )
+
+
+def _objects(said: Any, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a list or object, by number or name."""
+    found = (said.get(key) or []) if isinstance(said, dict) else said
+    if isinstance(found, list):
+        found = dict(enumerate(found))
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise QuantkitError(
+            f"{key} in transform_config is no list of objects", "copy the writer's config.json"
+        )
+    return [(str(name), one) for name, one in found.items()]
+
+
+def _listed(args: Json, key: str) -> list[str]:
+    said = args.get(key) or []
+    return [str(one) for one in said] if isinstance(said, list) else [str(said)]
+
+
+def rotated_inputs(blocks: dict[str, int]) -> dict[str, Any]:
+    """The block's transform_config for modules by the size of the Hadamard matrices at their
+    inputs, which are in their weights, too."""
+    groups: dict[str, Any] = {}
+    for size in sorted({*blocks.values()}):
+        tails = sorted({name.rpartition(".")[2] for name, own in blocks.items() if own == size})
+        targets = [f"re:.*\\.{re.escape(tail)}$" for tail in tails]
+        where = (("input", False), ("weight_input", True))
+        groups[f"R4_{size}" if groups else "R4"] = {
+            "type": "hadamard",
+            "apply": [
+                {"targets": targets, "location": location, "inverse": inverse, "ignore": []}
+                for location, inverse in where
+            ],
+            "head_dim": size,
+        }
+    return {"transform_config": {"config_groups": groups}} if groups else {}
 
 
 def _is_cache_scale(spec: TensorSpec) -> bool:

@@ -99,6 +99,7 @@ class ExecutorWeights:
         self.ranks = expert_ranks.parallel if expert_ranks.size > 1 else parallel
         """All that share the model."""
         self._parameters = {parameter.name: parameter for parameter in parameters}
+        _check_rotations(checkpoint, parameters)
         self._mlps = _gated_mlps(parameters)
         shares = (parallel.size if row.expert is None else self.ranks.size for row in parameters)
         expanded = sum(
@@ -144,6 +145,17 @@ class ExecutorWeights:
 
     def ngram_table(self, module: str) -> NgramTable:
         return StoredNgramTable(self.checkpoint, module)
+
+    def input_rotation(self, module: str) -> int:
+        """As `Weights.input_rotation`. Raises UsageError where a block would be cut."""
+        block = self.checkpoint.input_rotation(module)
+        share = self.checkpoint.shape(module)[1] // self.parallel.size
+        if block and self._is_cut(module, "row") and share % block:
+            raise UsageError(
+                f"inputs of {module} are rotated in blocks of {block}, and a rank has {share}",
+                "use a smaller --tp",
+            )
+        return block
 
     def linear(self, module: str) -> LinearOp:
         linear = self._prepare(self._operand(module))
@@ -452,6 +464,17 @@ def operand(
     if isinstance(weight, Tensor):
         return kernels.Dense(weight.to(dtype))
     return weight.kernel_weight(dtype, activation_bits, in_groups=in_groups)
+
+
+def _check_rotations(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
+    """Raise QuantkitError where inputs are rotated for which no forward asks."""
+    for row in parameters:
+        asked = row.projection == "down" and row.expert is None
+        if row.role == "linear" and not asked and checkpoint.input_rotation(row.module):
+            raise QuantkitError(
+                f"{checkpoint.path} says that inputs of {row.module} are rotated as the model runs",
+                "quantkit rotates those of down projections outside of routed experts",
+            )
 
 
 def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
