@@ -94,7 +94,7 @@ class Recipe(Strict):
         description="restrict scales folded into 16-bit weights to powers of two, which are exact",
     )
     damping: float = Field(
-        0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
+        0.1, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
     )
     expert_damping: float = Field(
         0.05,

@@ -277,10 +277,14 @@ class LinearInput:
         room = LARGEST_CHANGE * w.norm()
         for lost, change in changes:
             most = room / change.norm().clamp(min=1e-30)
-            w.addcmul_(change, best_fraction(lost, self.sample @ change.t()).minimum(most))
+            best = best_fraction(lost, self.sample @ change.t()).minimum(most)
+            w.addcmul_(change, CORRECTED_SHARE * best)
         return w
 
 
+CORRECTED_SHARE = 0.6
+"""Of the correction that is best on held-out rows of the calibration text: what is lost on it is gained
+on other text (docs/lab/quality.md)."""
 LARGEST_CHANGE = 0.25
 """Most that a correction changes a weight, as a share of its norm: SmolLM2's largest is 0.11, and beyond
 it inputs unlike calibration's pay for those of calibration."""

@@ -9,7 +9,7 @@ from refused import refused
 from quantkit.calibrate.input_sums import DriftAccumulator, best_fraction, expert_drift
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.calibrate.scales import LinearInput
+from quantkit.calibrate.scales import CORRECTED_SHARE, LinearInput
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import plan
@@ -42,14 +42,20 @@ def heard(x, o, scale, held_out, lost=lambda x: None):
     return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
 
 
+def whole(w, aimed):
+    """The weight if all of its correction were taken."""
+    return w + (aimed - w) / CORRECTED_SHARE
+
+
 def test_the_answer_is_that_of_the_original_path():
-    """Of inputs that were lost by a linear map, all comes back; the scale only folds."""
+    """Of inputs that were lost by a linear map, the share that is corrected comes back; the scale
+    only folds."""
     (x, o), (other_x, other_o) = paths(1), paths(2, 128)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     scale = torch.linspace(0.5, 2, K)
     aimed = heard(x, o, scale, (other_x, other_o)).drift_corrected(w * scale) / scale
     lost = (other_o - other_x) @ w.t()
-    left = other_o @ w.t() - other_x @ aimed.t()
+    left = other_o @ w.t() - other_x @ whole(w, aimed).t()
     assert left.square().sum() < 1e-3 * lost.square().sum()
 
 
@@ -61,7 +67,7 @@ def test_what_the_stream_lacks_is_made_up_for():
     scale = torch.linspace(0.5, 2, K)
     read = heard(x, o, scale, (other_x, other_o), lambda x: x @ a.t())
     aimed = read.drift_corrected(w * scale) / scale
-    left = other_o @ w.t() + other_x @ (a - aimed).t()
+    left = other_o @ w.t() + other_x @ (a - whole(w, aimed)).t()
     assert left.square().sum() < 1e-3 * (other_x @ a.t()).square().sum()
     read = heard(x, x, scale, (other_x, other_x), lambda x: x @ a.t() * (1 if len(x) > 128 else -1))
     torch.testing.assert_close(read.drift_corrected(w * scale), w * scale, rtol=0, atol=1e-5)
