@@ -96,7 +96,7 @@ test-aarch64:
 	$(AARCH64_GXX) $$flags -static -o out/aarch64/products tests/ascend/aarch64.cpp kernels/quantkit_kernels/cpu/int8.cpp out/aarch64/*.o; \
 	qemu-aarch64-static -cpu max out/aarch64/products; done
 
-# quantkit itself there: its wheel with that of torch, under qemu-user in a Debian root, quantizes and answers as here. By root.
+# quantkit itself there: its wheel with that of torch, under qemu-user in a Debian root, quantizes (RTN and AWQ) and answers as here. By root, half an hour.
 check-aarch64: $(VENV)/test.stamp
 	command -v debootstrap qemu-aarch64-static > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends debootstrap qemu-user-static; }
 	PYTHON=$(BIN)/python bash tests/judges/aarch64.sh out/aarch64/root
