@@ -128,26 +128,30 @@ class Executable:
             self.function(*flat)
 
 
+STEPS = (
+    ["mlir-opt-19", "kernel.mlir", *TO_LLVM, "-o", "llvm.mlir"],
+    ["mlir-translate-19", "--mlir-to-llvmir", "llvm.mlir", "-o", "kernel.ll"],
+    ["llc-19", "-O2", "-filetype=obj", "-relocation-model=pic", "kernel.ll", "-o", "kernel.o"],
+    ["gcc", "-O2", "-shared", "-fPIC", "runtime.c", "kernel.o", "-o", "kernel.so", "-lm"],
+)
+
+
 def compile_for_host(lowered):
     """Host code of the IR. Hints to the chip's compiler are dropped; nothing else is changed."""
     source = "\n".join(line for line in lowered.splitlines() if "annotation.mark" not in line)
     source = re.sub(r'(, )?input_precison = "\w+"', "", source)
-    folder = Path(tempfile.mkdtemp(prefix="ascend_ir_"))
-    (folder / "kernel.mlir").write_text(source)
-    (folder / "runtime.c").write_text(RUNTIME)
-    steps = (
-        ["mlir-opt-19", "kernel.mlir", *TO_LLVM, "-o", "llvm.mlir"],
-        ["mlir-translate-19", "--mlir-to-llvmir", "llvm.mlir", "-o", "kernel.ll"],
-        ["llc-19", "-O2", "-filetype=obj", "-relocation-model=pic", "kernel.ll", "-o", "kernel.o"],
-        ["gcc", "-O2", "-shared", "-fPIC", "runtime.c", "kernel.o", "-o", "kernel.so", "-lm"],
-    )
-    for step in steps:
-        result = subprocess.run(step, cwd=folder, capture_output=True, text=True)
-        assert result.returncode == 0, f"{' '.join(step)}\n{result.stderr[:3000]}"
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "kernel.mlir").write_text(source)
+        (folder / "runtime.c").write_text(RUNTIME)
+        for step in STEPS:
+            result = subprocess.run(step, cwd=folder, capture_output=True, text=True)
+            assert result.returncode == 0, f"{' '.join(step)}\n{result.stderr[:3000]}"
+        library = ctypes.CDLL(str(folder / "kernel.so"))  # mapped: its file may go
     match = re.search(r"func\.func @(\w+)\((.*?)\) attributes", source, re.DOTALL)
     assert match is not None, source[:500]
     kinds = tuple("memref<" in kind for kind in re.findall(r"%arg\d+: ([^%]+)", match[2]))
-    return Executable(ctypes.CDLL(str(folder / "kernel.so"))[match[1]], kinds)
+    return Executable(library[match[1]], kinds)
 
 
 _BUILT = {}
