@@ -27,7 +27,7 @@ from quantkit.models.context import CausalContext, Context, Positions
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.dspark import BlockContext, BlockHead, BlockHeadConfig, Window
 from quantkit.models.hyper_connections import packed_ids
-from quantkit.models.mtp import DSPARK
+from quantkit.models.mtp import DSPARK, has_block_head
 
 BLOCKS = 512
 """Blocks over held-out text, as far apart as it allows; over calibration text they are side by
@@ -77,7 +77,7 @@ class BlockDrafts:
         cls, model: SourceModel, states: HiddenStatePair, saved: Mapping[str, Tensor] | None
     ) -> "BlockDrafts | None":
         """None without a head. saved: tensors of a run that goes on."""
-        if not model.has_block_head:
+        if not has_block_head(model.rows):
             return None
         found, width = dict[str, Tensor](), model.config.hidden_size
         for path, of in zip(_PATHS, (states.quantized, states.original)):

@@ -14,7 +14,6 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.architecture import Architecture, ModelConfig
-from quantkit.models.mtp import DSPARK
 from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_experts
 
 
@@ -165,11 +164,6 @@ class SourceModel:
     def mtp_layers(self) -> list[int]:
         """MTP layers, numbered after the decoder layers."""
         return sorted({row.layer for row in self.rows if row.layer is not None and row.mtp})
-
-    @cached_property
-    def has_block_head(self) -> bool:
-        """Whether the MTP layers are stages of a head that drafts blocks (dspark.py)."""
-        return DSPARK in self.by_name
 
     @cached_property
     def groups(self) -> dict[int, list[ScaleGroup]]:

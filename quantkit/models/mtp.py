@@ -28,6 +28,11 @@ FINAL_NORM = "shared_head.norm"
 """Name, within the layer, of the norm after an MTP layer's block."""
 
 
+def has_block_head(rows: Iterable[Parameter]) -> bool:
+    """Whether the MTP layers of a table are stages of a head that drafts blocks (dspark.py)."""
+    return any(row.name == DSPARK for row in rows)
+
+
 class MtpStackConfig(decoder.StackConfig, Protocol):
     @property
     def num_nextn_predict_layers(self) -> int: ...

@@ -22,7 +22,7 @@ from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.skeleton import CALL_CACHE_BYTES
-from quantkit.models.mtp import DSPARK
+from quantkit.models.mtp import has_block_head
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
@@ -114,7 +114,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         sequence=recipe.seq_len,
         batches=Batches(),
         drift="drift" in job.request.methods,
-        kept_width=config.hidden_size * any(row.name == DSPARK for row in job.rows),
+        kept_width=config.hidden_size * has_block_head(job.rows),
     )
     measuring = Peak(0, 0, 0, "")
     if job.request.mixture.chooses:

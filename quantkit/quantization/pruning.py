@@ -56,6 +56,7 @@ from quantkit.checkpoint.source_guard import Stamp, file_stamps
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 from quantkit.models import find_architecture, is_known
+from quantkit.models.mtp import has_block_head
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter
 
@@ -212,20 +213,19 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
             f"{message} is not one whose experts quantkit knows", "quantize it without --prune"
         )
     model = read_model(checkpoint)
-    layers = sorted(
-        {row.layer for row in model.rows if row.expert is not None and row.layer is not None}
-    )
+    rows = _prunable(model)
+    layers = sorted({row.layer for row in rows if row.expert is not None and row.layer is not None})
     if not layers:
         raise QuantkitError(
             f"{checkpoint.path} has no routed experts to prune", "quantize it without --prune"
         )
     sizes = _sizes(model, share)
-    if any(row.expert is not None and row.projection is None for row in model.rows):
+    if any(row.expert is not None and row.projection is None for row in rows):
         raise QuantkitError(
             f"the routed experts of {checkpoint.path} have biases, which are not pruned here",
             "quantize it without --prune",
         )
-    if any(row.role == "router_table" for row in model.rows):
+    if any(row.role == "router_table" for row in rows):
         message = (
             f"layers of {checkpoint.path} choose experts by token id, and no table says which "
             "others replace pruned ones"
@@ -239,10 +239,14 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
         ]
         for layer in layers
     }
-    _check_alike(checkpoint, model.rows)
-    return PrunedCheckpoint(
-        checkpoint, _config(checkpoint, sizes), _kept(checkpoint, model.rows, first)
-    )
+    _check_alike(checkpoint, rows)
+    return PrunedCheckpoint(checkpoint, _config(checkpoint, sizes), _kept(checkpoint, rows, first))
+
+
+def _prunable(model: Model) -> list[Parameter]:
+    """The table without a head that drafts blocks, whose stages have experts of their own number."""
+    has_head = has_block_head(model.rows)
+    return [row for row in model.rows if not (has_head and row.mtp)]
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,7 @@ def prune(
             ParameterReader(pruned.base, device),
             model.architecture,
             model.config,
-            model.rows,
+            _prunable(model),
             set(),
             set(),
         )
@@ -292,7 +296,7 @@ def prune(
     kept = experts_to_keep(
         found.layers, routing.n_group, routing.n_routed_experts // routing.n_group
     )
-    pruned.select(_kept(pruned.base, model.rows, kept))
+    pruned.select(_kept(pruned.base, _prunable(model), kept))
     return PrunedExperts(found.layers, kept, found.held_out)
 
 
@@ -302,7 +306,7 @@ def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
     pruned.select(
         _kept(
             pruned.base,
-            read_model(pruned.base).rows,
+            _prunable(read_model(pruned.base)),
             {int(layer): about["kept"] for layer, about in layers.items()},
         )
     )
@@ -374,10 +378,13 @@ def _config(checkpoint: Checkpoint, sizes: _Sizes) -> dict[str, Any]:
 
 
 def _with_count(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    return {
+    changed = {
         key: after if key in COUNT_KEYS and value == before else value
         for key, value in config.items()
     }
+    if changed.get("dspark_block_size"):
+        changed.setdefault("dspark_n_routed_experts", before)
+    return changed
 
 
 def _kept(

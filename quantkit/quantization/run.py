@@ -35,6 +35,7 @@ from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.base import grid_label
 from quantkit.grids.schemes import Scheme
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
+from quantkit.models.mtp import has_block_head
 from quantkit.quantization.bit_allocation import (
     GridAssignment,
     GridOptions,
@@ -464,7 +465,10 @@ def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
     """Expert token counts of the calibration text, for `place`; empty without them."""
     if not found.expert_tokens:
         return {}
-    layers = {int(layer): counts for layer, counts in found.expert_tokens.items()}
+    has_head = has_block_head(run.job.rows)  # with experts of their own number
+    stages = {row.layer for row in run.job.rows if has_head and row.mtp}
+    counted = {int(layer): counts for layer, counts in found.expert_tokens.items()}
+    layers = {layer: counts for layer, counts in counted.items() if layer not in stages}
     model_type = run.job.checkpoint.config.get("model_type")
     return {
         FILE_NAME: ExpertCounts.of(

@@ -10,8 +10,12 @@ from quantized import quantized
 from small_recipe import SMALL, sequences_of
 
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
+from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
+
+_OF_HEAD = "dspark_n_routed_experts"
 
 
 def served(path, texts):
@@ -52,3 +56,17 @@ def test_accepted_lengths_are_those_of_both_models(name, tmp_path):
             assert report[f"accepted_length{name}{end}"] == pytest.approx(found, abs=0.02)
     assert report["accepted_length_low"] < report["accepted_length"]
     assert report["accepted_length"] < report["accepted_length_high"]
+
+
+def test_experts_of_a_head_are_neither_pruned_nor_placed(tmp_path):
+    """They are as many as the main model's were, where config.json does not say."""
+    config = MODELS["deepseek_v41"]
+    text = {key: one for key, one in config["text_config"].items() if key != _OF_HEAD}
+    source = write_with_head(tmp_path / "source", {**config, "text_config": text})
+    quantized(source, tmp_path / "out", Recipe(scheme="awq-w4a16", prune=0.25, **SMALL))
+    linears = Checkpoint.open(tmp_path / "out").linears
+    assert "mtp.1.ffn.experts.3.w1" in linears
+    assert "layers.0.ffn.experts.2.w1" in linears
+    assert "layers.0.ffn.experts.3.w1" not in linears
+    assert load_model(tmp_path / "out", device="cpu", mtp=1).block_head is not None
+    assert {*ExpertCounts.read(tmp_path / "out" / FILE_NAME).layers} == {*range(5)}, "for place"
