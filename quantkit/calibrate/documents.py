@@ -278,7 +278,10 @@ def read_records(source: str) -> Iterator[Record]:
         found = records.read_records(path)
         is_table = ending in (".csv", ".tsv", ".parquet")
         return itertools.islice(found, _MOST_ROWS) if is_table else found
-    if not _DATA_SET.fullmatch(source) or source.startswith("."):
+    # No data set without an owner is named as a file is: the hub need not be asked for notes.pdf.
+    identifier = source.partition(":")[0]
+    is_file = identifier.startswith(".") or ("." in identifier and "/" not in identifier)
+    if is_file or not _DATA_SET.fullmatch(source):
         raise QuantkitError(f"calibration data {source} does not exist", _GIVE)
     return _data_set(source)
 
