@@ -37,7 +37,13 @@ def random_tensors(config):
             number = read.ngrams[row.layer].numbers[row.name.rpartition(".")[2]]
             numbers[row.name] = torch.tensor(number)
     drawn = [row for row in rows if row.name not in numbers]
-    return rows_of(drawn, torch.Generator().manual_seed(11)) | numbers
+    tensors = rows_of(drawn, torch.Generator().manual_seed(11)) | numbers
+    if not any(row.role == "head" for row in rows):
+        # An embedding that is the head says its own token again, with certainty if it is large.
+        for row in rows:
+            if row.role == "embedding":
+                tensors[row.name] *= row.shape[-1] ** -0.5
+    return tensors
 
 
 def rows_of(rows, generator):
