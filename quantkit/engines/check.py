@@ -237,16 +237,16 @@ class _RuleCheck:
             yield from self._check_grids(rule)
             yield from self._check_siblings()
             yield from self._check_tied_head()
-            yield from self._check_rotations(applied=False)
-            return
-        yield from self._check_other_formats()
-        yield from self._check_parts(rule)
-        yield from self._check_siblings()
-        yield from self._check_unquantized_siblings(rule)
-        yield from self._check_mtp(rule)
-        yield from self._check_tied_head()
-        yield from self._check_keys(rule)
-        yield from self._check_rotations(applied=rule.rotates_inputs)
+        else:
+            yield from self._check_other_formats()
+            yield from self._check_parts(rule)
+            yield from self._check_siblings()
+            yield from self._check_unquantized_siblings(rule)
+            yield from self._check_mtp(rule)
+            yield from self._check_tied_head()
+            yield from self._check_keys(rule)
+        if isinstance(rule, MixtureRule) or not rule.rotates_inputs:
+            yield from self._check_rotations()
 
     def _is_quantized(self, row: Parameter) -> bool:
         """Whether it is in the checkpoint's own format, the only one that an engine knows."""
@@ -284,10 +284,10 @@ class _RuleCheck:
                     else LoadProblem.error(problem, remedy)
                 )
 
-    def _check_rotations(self, *, applied: bool) -> Iterator[LoadProblem]:
-        """Inputs that the engine must rotate as the model runs."""
+    def _check_rotations(self) -> Iterator[LoadProblem]:
+        """Inputs to rotate as the model runs, which the engine does not."""
         rotated = (row.module for row in self.linears if self.checkpoint.input_rotation(row.module))
-        if not applied and (module := next(rotated, None)):
+        if module := next(rotated, None):
             yield LoadProblem.error(
                 f"{self.engine} does not rotate the inputs of {module}, as transform_config asks",
                 "quantize without down in rotation",

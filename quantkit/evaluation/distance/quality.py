@@ -65,9 +65,9 @@ class Quality(Result):
 
     expert_agree: share of the baseline's routed experts, over (token, MoE layer, slot), that the
     model chose too; None without experts. layer_errors: |h - h_baseline| / |h_baseline| (Frobenius)
-    of the hidden state after each layer. Both are over the first 65,536 tokens. positions: the same along the text, in ranges
-    whose length doubles. named_share: probability mass of the tokens
-    for which a server returned log-probabilities; KL is then over those and all others as one.
+    of the hidden state after each layer. Both are over the first 65,536 tokens. positions: KL, agreement
+    and accuracy along the text, in ranges whose length doubles. named_share: probability mass of the
+    tokens for which a server returned log-probabilities; KL is then over those and all others as one.
     expert_counts: tokens routed to the model's experts, where requested; not in the JSON.
     """
 
