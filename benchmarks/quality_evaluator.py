@@ -75,8 +75,9 @@ class Decoded:
         weights = [self.checkpoint.weight(module, self.device) for module in modules]
         dense = torch.cat([dequantize(weight) for weight in weights])
         bits = self.activation_bits(modules[0])
-        if bits == 4:
-            reading = ActivationQuant.of(weights[0], bits)
+        linear = self.checkpoint.linears.get(modules[0])
+        if linear and linear.grid and not linear.grid.is_integer:
+            reading = ActivationQuant.of(weights[0], bits, linear.grid)
             return lambda x: F.linear(reading(x), dense)
         return lambda x: F.linear(round_rows(x) if bits == 8 else x, dense)
 

@@ -13,11 +13,13 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, require
 from quantkit_kernels.weights import (
     FP4_GROUP_SIZE,
+    MX_GROUP_SIZE,
     Dense,
     Fp4,
     Int4,
     Int4Int8,
     Int8,
+    MxInputs,
     Weight,
     check_weight,
     kind,
@@ -30,8 +32,8 @@ class Linear(ABC):
     dtype.
 
     Int8 and Int4Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`),
-    and FP4 weights with an input_divisor round x to NVFP4 (see `round_to_nvfp4`). `nbytes` counts
-    every byte the layout holds.
+    FP4 weights with an input_divisor round x to NVFP4 (see `round_to_nvfp4`), and `MxInputs` to
+    MXFP4 or MXFP8 (see `round_to_mx`). `nbytes` counts every byte the layout holds.
     """
 
     def __init__(
@@ -95,15 +97,20 @@ def prepare(
 
 def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     """`prepare` for a backend that was chosen. ValueError where it has no product of inputs rounded
-    to NVFP4 and they are to be."""
+    to 4-bit floats or MXFP8 and they are to be."""
     make = backends.module(backend).linear
     if isinstance(weight, Int4Int8):
         return Int8InputsLinear(make(Int4(*weight), dtype, device))
-    if not isinstance(weight, Fp4) or weight.input_divisor is None:
+    if not rounds_inputs(weight):
         linear: Linear = make(weight, dtype, device)
         return linear
     refused = why_no_rounded_inputs(backend, device)
-    require(refused is None, f"backend: {backend} cannot round inputs to NVFP4: {refused}")
+    require(refused is None, f"backend: {backend} cannot round inputs of {kind(weight)}: {refused}")
+    if isinstance(weight, MxInputs):
+        plain = Fp4(*weight) if isinstance(weight, Fp4) else Dense(*weight)
+        return MxInputsLinear(make(plain, dtype, device), weight.input_bits)
+    assert isinstance(weight, Fp4), kind(weight)
+    assert weight.input_divisor is not None
     # Rounded inputs are exact in 16 bits as long as they are not divided; the weight's global scale
     # takes that over.
     undivided = Fp4(weight.codes, weight.scale, weight.global_scale / weight.input_divisor)
@@ -112,24 +119,25 @@ def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.dev
 
 def rounds_inputs(weight: Weight) -> bool:
     """Whether the linear is a product by weights alone over inputs that are rounded before it."""
-    return isinstance(weight, Int4Int8) or (
+    return isinstance(weight, Int4Int8 | MxInputs) or (
         isinstance(weight, Fp4) and weight.input_divisor is not None
     )
 
 
 def why_no_rounded_inputs(backend: str, device: torch.device) -> str | None:
     """None where linears of this backend, or of the best one of a device ("auto"), run on inputs
-    rounded to NVFP4; else the reason."""
+    rounded to NVFP4, MXFP4 or MXFP8; else the reason."""
     if device.type == "npu" or backend in ("torch_npu", "ascend"):
         return "an NPU has no FP4 and no e4m3 to round with"
     return (
-        "its own rounding finds the divisor anew at every call" if backend == "scaled_mm" else None
+        "its own is to NVFP4, under a divisor found anew at every call"
+        if backend == "scaled_mm"
+        else None
     )
 
 
-class Int8InputsLinear(Linear):
-    """W4A8 in groups: x rounded to int8, then the product of any backend by an int4 weight.
-    Products of int8 by int4 are not used."""
+class _OverRoundedInputs(Linear):
+    """x rounded, then the product of any backend by the weight alone."""
 
     def __init__(self, product: Linear) -> None:
         super().__init__(
@@ -144,6 +152,11 @@ class Int8InputsLinear(Linear):
     def held(self) -> list[Tensor]:
         return self.product.held()
 
+
+class Int8InputsLinear(_OverRoundedInputs):
+    """W4A8 in groups: x rounded to int8, then the product of any backend by an int4 weight.
+    Products of int8 by int4 are not used."""
+
     def rows(self, x: Tensor) -> Tensor:
         codes, scale = quantize_rows(x)
         # Codes over 128 are exact in 16 bits, and products no larger than those of inputs whose
@@ -153,19 +166,26 @@ class Int8InputsLinear(Linear):
         )
 
 
-class RoundedInputsLinear(Linear):
+class MxInputsLinear(_OverRoundedInputs):
+    """MXFP4 W4A4 and MXFP8 W8A8: x rounded to `bits`, then the product. Where a card has units for
+    such numbers they are not used."""
+
+    def __init__(self, product: Linear, bits: int) -> None:
+        super().__init__(product)
+        self.bits = bits
+
+    def rows(self, x: Tensor) -> Tensor:
+        levels, scales = round_to_mx(x, self.bits)
+        return self.product.rows(levels.mul_(scales.unsqueeze(-1)).flatten(-2).to(self.dtype))
+
+
+class RoundedInputsLinear(_OverRoundedInputs):
     """W4A4: x rounded to NVFP4, then the product of any backend by an FP4 weight. Where a card has
     FP4 units they are not used."""
 
     def __init__(self, product: Linear, divisor: Tensor) -> None:
-        super().__init__(
-            product.in_features,
-            product.out_features,
-            product.dtype,
-            product.device,
-            product.backend,
-        )
-        self.product, self.divisor = product, divisor
+        super().__init__(product)
+        self.divisor = divisor
 
     def held(self) -> list[Tensor]:
         return [*self.product.held(), self.divisor]
@@ -260,9 +280,39 @@ def round_to_nvfp4(x: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
         .float()
     )
     scales = torch.where(scales == 0, _SCALE_OF_ZEROS, scales)
-    levels = (groups / (scales / divisor).unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX)
+    return _round_e2m1(groups / (scales / divisor).unsqueeze(-1)), scales
+
+
+def _round_e2m1(levels: Tensor) -> Tensor:
+    """Nearest values of E2M1, in place; beyond 6 they saturate."""
+    levels.clamp_(-E2M1_MAX, E2M1_MAX)
     # Spacing of E2M1: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is rounding to the
     # even code.
     sizes = levels.abs()
     spacing = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
-    return levels.div_(spacing).round_().mul_(spacing), scales
+    return levels.div_(spacing).round_().mul_(spacing)
+
+
+_MX_EXPONENTS = {4: 3, 8: 9}
+"""Exponent, as frexp gives it, of the largest value of E2M1 (6) and of E4M3 (448)."""
+_MX_FULL = 0.875
+"""Mantissa, as frexp gives it, from which on a group's scale is the next power of two: 448's."""
+
+
+def round_to_mx(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Inputs of MXFP4 (bits 4) and MXFP8 (8) linears as compressed-tensors rounds them: x ~ level *
+    scale, nearest, halves to the even code.
+
+    x float [..., K]. Returns levels float32 [..., K/32, 32], of E2M1's or E4M3's values, and scales
+    float32 [..., K/32]: the power of two that puts the largest of the group from 3.5 to 7, where E2M1
+    saturates at 6, or from 224 to 448. The arithmetic is float32. Engines' kernels for MXFP4 keep
+    the largest below 6 instead.
+    """
+    groups = x.float().unflatten(-1, (-1, MX_GROUP_SIZE))
+    mantissa, exponent = groups.abs().amax(dim=-1).frexp()
+    power = exponent - _MX_EXPONENTS[bits] + (mantissa >= _MX_FULL)
+    # A power of two by its bits: exact on every device.
+    scales = (power.clamp_(-126, 127) + 127).to(torch.int32).bitwise_left_shift_(23)
+    scales = scales.view(torch.float32)
+    levels = groups / scales.unsqueeze(-1)
+    return (_round_e2m1(levels) if bits == 4 else levels.to(torch.float8_e4m3fn).float()), scales

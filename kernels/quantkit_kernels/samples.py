@@ -15,17 +15,27 @@ from quantkit_kernels.codes import (
     store_keys,
     store_latents,
 )
-from quantkit_kernels.linear import E2M1_MAX, E4M3_MAX, quantize_rows, round_to_nvfp4
+from quantkit_kernels.linear import (
+    E2M1_MAX,
+    E4M3_MAX,
+    quantize_rows,
+    round_to_mx,
+    round_to_nvfp4,
+)
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation, by_slot, entries
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
 from quantkit_kernels.weights import (
     W8A16,
     Dense,
+    DenseMx4,
+    DenseMx8,
     Fp4,
+    Fp4Mx4,
     Int4,
     Int4Int8,
     Int8,
+    MxInputs,
     NarrowInt8,
     Weight,
     dequantize,
@@ -35,6 +45,8 @@ GRIDS = (
     *("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128"),
     *("int8", "w8a16-32", "w8a16-128", "w8a16-channel", "fp4", "dense"),
 )
+MX_GRIDS = {"fp4-mx4": Fp4Mx4, "dense-mx4": DenseMx4, "dense-mx8": DenseMx8}
+"""Whose inputs are rounded to MXFP4 or MXFP8, by the grid of the weight and the bits."""
 # By norm ratio: what rounding of the result, and inside 16-bit operators of operands and scales
 # too, explains.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -44,9 +56,12 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
     """A weight W[n, k] whose product with unit activations is about one, with every code in use. It
     lives on the generator's device.
 
-    grid: one of GRIDS, "int8-narrow", or "fp4-w4a4", whose inputs are rounded for values up to 4.
+    grid: one of GRIDS or MX_GRIDS, "int8-narrow", or "fp4-w4a4", whose inputs are rounded for
+    values up to 4.
     """
     device = rng.device
+    if grid in MX_GRIDS:
+        return MX_GRIDS[grid](*random_weight(grid.partition("-")[0], n, k, rng))
     if grid == "dense":
         return Dense(torch.randn(n, k, generator=rng, device=device) / k**0.5)
     if grid == "int8":
@@ -93,7 +108,10 @@ def exact_linear(x: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, (Int8, Int4Int8)):
         codes, scale = quantize_rows(x)
         return (codes.double() * scale.double()) @ dequantize(weight, torch.float64).T
-    if isinstance(weight, Fp4) and weight.input_divisor is not None:
+    if isinstance(weight, MxInputs):
+        levels, scales = round_to_mx(x, weight.input_bits)
+        x = (levels.double() * scales.double().unsqueeze(-1)).flatten(-2)
+    elif isinstance(weight, Fp4) and weight.input_divisor is not None:
         levels, scales = round_to_nvfp4(x, weight.input_divisor)
         x = (levels.double() * scales.double().unsqueeze(-1)).flatten(
             -2

@@ -16,6 +16,7 @@ INT4_GROUP_SIZES = (32, 64, 128)
 W8A16_GROUP_SIZES = (32, 64, 128)
 """And multiples of the largest."""
 FP4_GROUP_SIZE = 16
+MX_GROUP_SIZE = 32
 
 
 class Int4(NamedTuple):
@@ -85,6 +86,31 @@ class Dense(NamedTuple):
     weight: Tensor
 
 
+class MxInputs:
+    """Weights whose operators round their inputs to MXFP4 or MXFP8 (`round_to_mx`) before the
+    product. input_bits: of such an input, 4 or 8."""
+
+    input_bits: int
+
+
+class Fp4Mx4(MxInputs, Fp4):
+    """MXFP4 W4A4, of a weight that is NVFP4's to the value."""
+
+    input_bits = 4
+
+
+class DenseMx4(MxInputs, Dense):
+    """MXFP4 W4A4, decoded."""
+
+    input_bits = 4
+
+
+class DenseMx8(MxInputs, Dense):
+    """MXFP8 W8A8, decoded."""
+
+    input_bits = 8
+
+
 Weight = Int4 | Int8 | W8A16 | Fp4 | Dense
 
 
@@ -95,7 +121,11 @@ def kind(weight: Weight) -> str:
         if isinstance(weight, Int8)
         else "int4"
         if isinstance(weight, Int4)
-        else type(weight).__name__.lower()
+        else "fp4"
+        if isinstance(weight, Fp4)
+        else "dense"
+        if isinstance(weight, Dense)
+        else "w8a16"
     )
 
 
@@ -116,6 +146,10 @@ def check_weight(weight: Weight) -> None:
         f"{kind(weight)} weight: shape {list(weight[0].shape)}, expected [N, K]",
     )
     n, k = shape(weight)
+    require(
+        not isinstance(weight, MxInputs) or k % MX_GROUP_SIZE == 0,
+        f"{kind(weight)} weight: {k} input features are not a multiple of {MX_GROUP_SIZE}",
+    )
     if isinstance(weight, Dense):
         check_tensor("weight", weight.weight, (n, k), FLOAT_DTYPES)
     elif isinstance(weight, Int8):
@@ -200,7 +234,7 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 def rows(weight: Weight, start: int, stop: int) -> Weight:
     """The output features start..stop of a weight, without copying."""
     if isinstance(weight, Dense):
-        return Dense(weight.weight[start:stop])
+        return type(weight)(weight.weight[start:stop])
     if isinstance(weight, Int8 | W8A16):
         return type(weight)(weight.codes[start:stop], weight.scale[start:stop])
     if isinstance(weight, Int4):
@@ -209,7 +243,7 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
     global_scale = (
         weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
     )
-    return Fp4(
+    return type(weight)(
         weight.codes[start:stop], weight.scale[start:stop], global_scale, weight.input_divisor
     )
 
@@ -234,15 +268,15 @@ def stack(first: Weight, second: Weight) -> Weight:
     be on one grid."""
     alike = kind(first) == kind(second) and shape(first)[1] == shape(second)[1]
     require(alike, f"cannot stack {kind(second)} {shape(second)} on {kind(first)} {shape(first)}")
+    require(
+        isinstance(first, Int8) or type(first) is type(second),
+        f"cannot stack {kind(first)} weights whose inputs are rounded differently",
+    )
     if isinstance(first, Int4) and isinstance(second, Int4):
         same = group_size(first) == group_size(second) and (first.zero_point is None) == (
             second.zero_point is None
         )
         require(same, "cannot stack int4 weights that differ in group size or symmetry")
-        require(
-            type(first) is type(second),
-            "cannot stack int4 weights whose inputs are rounded differently",
-        )
         zero_point = None
         if first.zero_point is not None and second.zero_point is not None:
             zero_point = torch.cat([first.zero_point, second.zero_point])
@@ -269,12 +303,13 @@ def stack(first: Weight, second: Weight) -> Weight:
         parts = [part.global_scale.expand(shape(part)[0]) for part in (first, second)]
         require(
             same_inputs(first, second),
-            "cannot stack FP4 weights whose inputs are rounded differently",
+            "cannot stack fp4 weights whose inputs are rounded differently",
         )
-        return Fp4(
+        return type(first)(
             torch.cat([first.codes, second.codes]), scale, torch.cat(parts), first.input_divisor
         )
-    return Dense(torch.cat([first[0], second[0]]))
+    assert isinstance(first, Dense), kind(first)
+    return type(first)(torch.cat([first.weight, second[0]]))
 
 
 def same_inputs(first: Fp4, second: Fp4) -> bool:

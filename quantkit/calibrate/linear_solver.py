@@ -112,7 +112,7 @@ class LinearSolver:
     def with_input_divisor(self, solved: LinearSolution, largest: Tensor) -> LinearSolution:
         """With the divisor of its inputs if they are quantized to NVFP4. largest: their largest
         magnitude, float32 []."""
-        if self.activation_bits != 4:
+        if not self.grid.has_input_scales:
             return solved
         weight = replace(Nvfp4Weight.of(solved.weight), input_divisor=input_divisor(largest))
         return replace(solved, weight=weight)

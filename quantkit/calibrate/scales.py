@@ -9,7 +9,7 @@ group becomes worse than without scales.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -24,7 +24,7 @@ from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.nvfp4 import input_divisor
-from quantkit.models.activation_quant import fake_quantize_nvfp4
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.table import ScaleGroup, ValueHeads
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
@@ -107,7 +107,9 @@ def choose_scale(
         if solver.activation_bits == 4:  # one by one: quantizing holds several copies of the sample
             losses[-1] += torch.stack(
                 [
-                    nvfp4_loss(inputs.sample / scale.unsqueeze(-2), own)
+                    rounding_loss(
+                        inputs.sample / scale.unsqueeze(-2), own, solver.activation_quant()
+                    )
                     for scale, own in zip(part, energy)
                 ]
             )
@@ -122,14 +124,15 @@ def choose_scale(
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
 
 
-def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
-    """Squared output error per token, float32 [...], of quantizing rows x [..., T, K] to NVFP4 with
+def rounding_loss(x: Tensor, column_energy: Tensor, quant: ActivationQuant) -> Tensor:
+    """Squared output error per token, float32 [...], of quantizing rows x [..., T, K], to NVFP4 with
     the divisor of their largest value.
 
     column_energy [..., K]: squared norm of each weight column. Errors of channels are taken as
     independent.
     """
-    error = fake_quantize_nvfp4(x, input_divisor(x.abs().amax((-1, -2), keepdim=True))).sub_(x)
+    divisor = input_divisor(x.abs().amax((-1, -2), keepdim=True))
+    error = replace(quant, divisor=divisor)(x).sub_(x)
     return (error.square_().mean(-2) * column_energy).sum(-1)
 
 

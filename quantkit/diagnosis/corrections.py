@@ -331,7 +331,7 @@ def _modules_to_quantize(examined: ExaminedCheckpoint, wanted: list[Parameter]) 
         for row in examined.structure.rows
         if row.module in description.linears and not row.mtp
     }
-    if format is None or description.grid is None or format.activation_bits == 4:
+    if format is None or description.grid is None or description.grid.has_input_scales:
         return set()
     return {
         row.module

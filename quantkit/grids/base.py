@@ -46,7 +46,8 @@ class Grid(ABC):
     coarse_scales = False
     """Scales so coarse that rows can be divided exactly by powers of two alone."""
     power_scales = False
-    """Scales are powers of two: many of a linear's scales are equal."""
+    """Scales are powers of two (MX): many of a linear's scales are equal, and inputs that are
+    rounded have such scales, too, in groups of 32."""
 
     @property
     @abstractmethod
@@ -68,6 +69,11 @@ class Grid(ABC):
         """Rounds to this grid. amax float32 [] or [..., N]: the largest magnitude of the tensor,
         fused siblings included. scale_dtype: what the format stores integer grids' scales in.
         fit_points: candidate scales tried for each group; 0 for the group's extremes alone."""
+
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether inputs are rounded under a scale that calibration finds and a weight brings."""
+        return False
 
     @property
     def is_integer(self) -> bool:

@@ -55,8 +55,8 @@ FP8_CHANNEL = Fp8BlockGrid(1, None)
 class Fp8BlockWeight(QuantizedWeight):
     """w = codes * scale, a scale per block of rows x columns; blocks at the edges may be partial.
 
-    DeepSeek-V3 has blocks of 128 x 128, MXFP8 of 1 x 32; a scale per channel is a block of 1 x K,
-    one for the tensor N x K. codes float8_e4m3fn [N, K]; scale float32 [ceil(N / rows), ceil(K /
+    DeepSeek-V3 has blocks of 128 x 128; a scale per channel is a block of 1 x K, one for the
+    tensor N x K. codes float8_e4m3fn [N, K]; scale float32 [ceil(N / rows), ceil(K /
     columns)], a multiplier.
     """
 
@@ -131,8 +131,7 @@ class Fp8Quantizer(Quantizer):
         return torch.cat(shared, dim=-1) if shared and rows else amax
 
     def quantize(self, w: Tensor, scales: Scales) -> Tensor:
-        level = (w / scales.scale).clamp_(-E4M3_MAX, E4M3_MAX)
-        return level.to(torch.float8_e4m3fn).float().mul_(scales.scale)
+        return round_e4m3(w, scales.scale)
 
     def nearest_scale(self, scale: Tensor) -> Tensor:
         return scale
@@ -144,3 +143,9 @@ class Fp8Quantizer(Quantizer):
         codes = levels.flatten(-2).to(torch.float8_e4m3fn)
         scale = scales.scale[:: self.scale_rows].contiguous()
         return Fp8BlockWeight(codes, scale, (self.scale_rows, wide))
+
+
+def round_e4m3(w: Tensor, scale: Tensor) -> Tensor:
+    """Nearest values of scale times e4m3, both float32 of shapes that broadcast."""
+    level = (w / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+    return level.to(torch.float8_e4m3fn).float().mul_(scale)

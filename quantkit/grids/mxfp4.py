@@ -1,31 +1,20 @@
 """MXFP4 (OCP MX): E2M1 values and a power of two per 32 input channels; and the same values as
 NVFP4, where the powers of two lie close enough together for e4m3."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quantkit.grids.base import (
-    Grid,
-    Scales,
-    Weight,
-    dequantize,
-    relative_error,
-)
+from quantkit.grids.base import Grid, Scales
 from quantkit.grids.e2m1 import Fp4Grid, Fp4Quantizer, Fp4Weight, decode_e2m1, encode_e2m1
+from quantkit.grids.mx import E8M0_BIAS, MX_GROUP, MxQuantizer, MxWeight, encode_e8m0
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid, Nvfp4Weight
 
 if TYPE_CHECKING:
     from quantkit_kernels import Weight as KernelWeight
 
-MX_GROUP = 32
-_E2M1_EXPONENT = 2
-"""Of E2M1's largest value, 6."""
-_BIAS = 127
-_E8M0_RANGE = (-126, 127)
-"""Of exponents that are stored: powers of two that float32 holds as normal numbers."""
 _RAISED = (0, 1)
 """Powers of two that a fit tries, above the one under which the largest value of a group is from 4
 to 8."""
@@ -37,15 +26,20 @@ _GLOBAL_RANGE = (-100, 100)
 
 @dataclass(frozen=True)
 class Mxfp4Grid(Fp4Grid):
-    group_size: int = MX_GROUP
+    """activation_bits: 4 where the inputs of the linears are rounded to MXFP4 too."""
 
-    activation_bits = 16
+    group_size: int = MX_GROUP
+    activation_bits: int = 16
+
     power_scales = True
-    label = "mxfp4"
+
+    @property
+    def label(self) -> str:
+        return "mxfp4" if self.activation_bits == 16 else f"mxfp4-w4a{self.activation_bits}"
 
     @property
     def equivalents(self) -> tuple[Grid, ...]:
-        return (Nvfp4Grid(),)
+        return (Nvfp4Grid(),) if self.activation_bits == 16 else ()
 
     def quantizer(
         self, amax: Tensor, scale_dtype: torch.dtype, fit_points: int
@@ -54,11 +48,10 @@ class Mxfp4Grid(Fp4Grid):
 
 
 @dataclass(frozen=True, eq=False)
-class Mxfp4Weight(Fp4Weight):
+class Mxfp4Weight(MxWeight, Fp4Weight):
     """w = e2m1[codes] * 2 ** (exponent - 127), an exponent per row and group of 32 input channels.
 
-    codes uint8 [N, K] in 0..15, bit 3 the sign; exponent uint8 [N, K / 32], the bits of
-    float8_e8m0fnu, where 255 is NaN.
+    codes uint8 [N, K] in 0..15, bit 3 the sign; exponent as of `MxWeight`.
     """
 
     codes: Tensor
@@ -67,41 +60,22 @@ class Mxfp4Weight(Fp4Weight):
     group_size = MX_GROUP
 
     def __post_init__(self) -> None:
-        rows, columns = self.codes.shape
-        assert self.codes.dtype == torch.uint8, f"codes are {self.codes.dtype}"
-        assert self.exponent.dtype == torch.uint8, f"exponent is {self.exponent.dtype}"
-        assert columns % MX_GROUP == 0, f"groups of {MX_GROUP} do not divide {columns} columns"
-        assert self.exponent.shape == (rows, columns // MX_GROUP), (
-            f"exponent {tuple(self.exponent.shape)} for {tuple(self.codes.shape)}"
-        )
+        self.check(torch.uint8)
 
     @property
     def grid(self) -> Mxfp4Grid:
         return Mxfp4Grid()
 
-    def scales(self) -> Tensor:
-        return decode_e8m0(self.exponent)
-
     def kernel_weight(
         self, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
     ) -> "KernelWeight":
-        """NVFP4's operators, where NVFP4 holds the same values; else dense."""
-        if self.is_nvfp4():
-            return self.to_nvfp4().kernel_weight(dtype)
-        return super().kernel_weight(dtype)
+        """NVFP4's operators, where NVFP4 holds the same values; else dense. Over inputs rounded to
+        MXFP4 where the format has them so."""
+        from quantkit_kernels import DenseMx4, Fp4Mx4
 
-    def difference(self, name: str, stored: Weight) -> float:
-        return relative_error(self.dequantize(), dequantize(stored))
-
-    def divisor_range(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Exponents stay within 1 to 254."""
-        exponent = self.exponent.float()
-        least = (exponent.amax(1) - 254).clamp(max=0).exp2()
-        return least, (exponent.amin(1) - 1).clamp(0, 126).exp2()
-
-    def divide_rows(self, divisor: Tensor, dtype: torch.dtype) -> "Mxfp4Weight":
-        exponent = self.exponent.float() - divisor.log2().round()[:, None]
-        return replace(self, exponent=exponent.clamp(1, 254).to(torch.uint8))
+        alike, rounds = self.is_nvfp4(), activation_bits == 4
+        found = self.to_nvfp4().kernel_weight(dtype) if alike else super().kernel_weight(dtype)
+        return found if not rounds else Fp4Mx4(*found) if alike else DenseMx4(*found)
 
     def is_nvfp4(self, largest: int | None = None) -> bool:
         """Whether `to_nvfp4` gives the same values, bit for bit."""
@@ -135,53 +109,31 @@ class Mxfp4Weight(Fp4Weight):
     def largest_exponent(self) -> int:
         """Of the groups that are not all zeros; 127, which is a scale of 1, where all are."""
         zero = self._zero_groups()
-        return _BIAS if bool(zero.all()) else int(self.exponent.masked_fill(zero, 0).max())
+        return E8M0_BIAS if bool(zero.all()) else int(self.exponent.masked_fill(zero, 0).max())
 
     def _powers(self, largest: int | None) -> tuple[Tensor, int]:
         """Exponents of the scales under the global one, int32 [N, K / 32], and that of the global
         scale. Groups of zeros may have any scale."""
         multiplier = min(max(self._unclamped(largest), _GLOBAL_RANGE[0]), _GLOBAL_RANGE[1])
-        power = self.exponent.int() - _BIAS - multiplier
+        power = self.exponent.int() - E8M0_BIAS - multiplier
         return power.clamp(max=_E4M3_RANGE[1]).masked_fill(self._zero_groups(), 0), multiplier
 
     def _unclamped(self, largest: int | None) -> int:
-        return (self.largest_exponent if largest is None else largest) - _BIAS - _E4M3_RANGE[1]
+        return (self.largest_exponent if largest is None else largest) - E8M0_BIAS - _E4M3_RANGE[1]
 
     def _zero_groups(self) -> Tensor:
         return (self.codes & 7).unflatten(1, (-1, MX_GROUP)).amax(-1) == 0
 
 
-@dataclass(frozen=True)
-class Mxfp4Quantizer(Fp4Quantizer):
+class Mxfp4Quantizer(MxQuantizer, Fp4Quantizer):
     """E2M1 with a power of two per 32 channels: the largest under which the group's largest value
     stays above 4, and those `raised` by.
 
-    The first lets values beyond 6 saturate, as compressed-tensors and OCP's MX have it; the next
-    keeps all, with a scale twice as large.
+    The first lets values beyond 6 saturate, as OCP's MX has it; the next keeps all, with a scale
+    twice as large.
     """
 
-    raised: tuple[int, ...] = (0,)
-
-    group_size = MX_GROUP
-
-    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
-        amax = groups.abs().amax(dim=-1)
-        power = torch.where(amax > 0, amax.frexp().exponent - 1 - _E2M1_EXPONENT, 0)
-        ones = torch.ones_like(amax)
-        candidates = [
-            Scales(torch.ldexp(ones, (power + up).clamp(*_E8M0_RANGE)), None) for up in self.raised
-        ]
-        return self.best(candidates, groups, importance)
-
-    def nearest_scale(self, scale: Tensor) -> Tensor:
-        return scale.log2().round().clamp(*_E8M0_RANGE).exp2()
+    element_exponent = 2
 
     def encode(self, values: Tensor, scales: Scales) -> Mxfp4Weight:
-        exponent = (scales.scale.frexp().exponent - 1 + _BIAS).to(torch.uint8)
-        return Mxfp4Weight(self.codes(values, scales), exponent)
-
-
-def decode_e8m0(exponent: Tensor) -> Tensor:
-    """Powers of two float32 of the bits of float8_e8m0fnu, uint8 or of that dtype: 2 ** (bits -
-    127), NaN for 255."""
-    return exponent.view(torch.float8_e8m0fnu).float()
+        return Mxfp4Weight(self.codes(values, scales), encode_e8m0(scales.scale))

@@ -13,7 +13,9 @@ GridName = Literal[
     "nvfp4",
     "nvfp4-w4a4",
     "mxfp4",
+    "mxfp4-w4a4",
     "fp8",
+    "mxfp8",
     "dense",
 ]
 """Grids as engines' profiles (recipes/engines) call them, whatever their group size."""
@@ -24,6 +26,7 @@ SchemeName = Literal[
     "fp4-w4a16",
     "nvfp4-w4a4",
     "mxfp4-w4a16",
+    "mxfp4-w4a4",
     "int8-a8w8c16",
     "int8-a8w8c8",
     "int4-w4a8",
@@ -31,6 +34,7 @@ SchemeName = Literal[
     "w8a16",
     "fp8-w8a8",
     "fp8-block-w8a8",
+    "mxfp8-w8a8",
 ]
 
 WritableFormat = Literal["awq", "compressed-tensors", "modelopt", "modelslim", "gptq", "fp8-block"]

@@ -52,6 +52,10 @@ class Nvfp4Grid(Fp4Grid):
         return "nvfp4" if self.activation_bits == 16 else f"nvfp4-w4a{self.activation_bits}"
 
     @property
+    def has_input_scales(self) -> bool:
+        return self.activation_bits == 4
+
+    @property
     def engine_name(self) -> str:
         return "nvfp4" if self.activation_bits == 16 else "nvfp4-w4a4"
 

@@ -12,6 +12,7 @@ from quantkit.grids.base import Grid
 from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.names import CacheCodes, Method
 from quantkit.grids.nvfp4 import Nvfp4Grid
 
@@ -91,6 +92,14 @@ SCHEMES: dict[str, Scheme] = {
             "MXFP4 weights, 16-bit activations",
         ),
         Scheme(
+            "mxfp4-w4a4",
+            Mxfp4Grid(activation_bits=4),
+            4,
+            ("awq", "gptq", "drift", "descent"),
+            ("compressed-tensors",),
+            "MXFP4 weights, MXFP4 activations",
+        ),
+        Scheme(
             "int8-a8w8c16",
             _W8,
             8,
@@ -148,6 +157,14 @@ SCHEMES: dict[str, Scheme] = {
             ("gptq", "drift", "descent"),
             ("compressed-tensors", "fp8-block"),
             "FP8 weights in blocks of 128 x 128, FP8 activations per token and 128 channels",
+        ),
+        Scheme(
+            "mxfp8-w8a8",
+            Mxfp8Grid(),
+            8,
+            ("gptq", "drift", "descent"),
+            ("compressed-tensors", "modelopt", "fp8-block"),
+            "MXFP8 weights, MXFP8 activations",
         ),
     )
 }

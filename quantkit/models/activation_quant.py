@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from quantkit_kernels import quantize_rows, round_to_nvfp4
+from quantkit_kernels import quantize_rows, round_to_mx, round_to_nvfp4
 from quantkit_kernels.codes import decode, encode
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from quantkit.grids.nvfp4 import input_divisor
 class ActivationQuant:
     """Dynamic quantization of a linear's input to `bits`, as the operators do it; 16 for none.
     divisor float32 []: NVFP4's calibrated global divisor; None to derive it from the input. grid:
-    of the weight; where it is FP8, so are inputs."""
+    of the weight; where it is MXFP4, MXFP8 or FP8, so are inputs."""
 
     bits: int = 16
     divisor: Tensor | None = None
@@ -28,10 +28,13 @@ class ActivationQuant:
         return ActivationQuant(bits, divisor, grid)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [..., K], or its values rounded to int8 with a scale per row, to NVFP4, or to
-        e4m3 with a scale per row and the grid's group."""
+        """x float32 [..., K], or its values rounded to int8 with a scale per row, to NVFP4, to MXFP4
+        or MXFP8, or to e4m3 with a scale per row and the grid's group."""
         if self.bits == 16:
             return x
+        if self.grid is not None and self.grid.power_scales:
+            levels, scales = round_to_mx(x, self.bits)
+            return levels.mul_(scales.unsqueeze(-1)).flatten(-2)
         if self.grid is not None and self.grid.kind == "fp8":
             groups = x.unflatten(-1, (-1, self.grid.group_size or x.shape[-1]))
             return decode(*encode(groups, torch.float8_e4m3fn)).flatten(-2)

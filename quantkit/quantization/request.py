@@ -128,7 +128,7 @@ def read_request(
             )
         format = name
     named_format = None if format == "auto" else format
-    if scheme.activation_bits == 4 and recipe.methods == ():
+    if scheme.weight.has_input_scales and recipe.methods == ():
         message = (
             f"{scheme.name} has input scales, which calibration determines, and the "
             "recipe has no methods"

@@ -23,6 +23,9 @@ from quantkit.checkpoint.formats import (
     compressed_fp4,
     compressed_int4,
     compressed_int8,
+    compressed_mxfp4,
+    fp8,
+    fp8_block,
     modelopt,
     modelslim,
 )
@@ -31,6 +34,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.profiles import choose, engine_names, find_engine, part_of
 from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.models.deepseek_v3 import Config, parameters
@@ -174,6 +179,9 @@ WRITTEN = {
     "ct-w4a4": (compressed_fp4.W4A4, W4A4),
     "modelopt": (modelopt.FORMAT, NVFP4),
     "modelopt-w4a4": (modelopt.W4A4, W4A4),
+    "ct-mxfp4-w4a4": (compressed_mxfp4.W4A4, Mxfp4Grid(activation_bits=4)),
+    "ct-mxfp8": (fp8.COMPRESSED_MX, Mxfp8Grid()),
+    "mxfp8": (fp8_block.MX, Mxfp8Grid()),
     "modelslim-int8": (modelslim.FORMAT, INT8),
     "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
 }
@@ -184,11 +192,14 @@ vllm ct-int4-g64 linears
 vllm modelopt linears
 vllm ct-w4a4 linears
 vllm modelopt-w4a4 linears
+vllm ct-mxfp4-w4a4 linears
+vllm ct-mxfp8 linears
 sglang awq-g64 linears
 sglang ct-int4-symmetric no-qkv-a
 sglang ct-int8 linears
 sglang modelopt no-mtp
 sglang modelopt-w4a4 no-mtp
+sglang mxfp8 linears
 vllm-ascend ct-int8 linears
 omni-infer ct-int8 linears
 chitu modelopt no-mtp
@@ -217,6 +228,9 @@ vllm awq-g16 linears any reads int4 in groups of 32, 64 or 128, not of 16
 vllm awq linears cpu does not take shared_experts quantized
 vllm modelopt linears cpu no FP4 kernel
 vllm ct-w4a4 linears cpu no FP4 kernel
+vllm ct-mxfp8 linears cpu no MXFP8 kernel
+sglang ct-mxfp8 linears any weight_scale_inv
+sglang ct-mxfp4-w4a4 linears any experts only
 chitu modelopt-w4a4 no-mtp any 16-bit activations
 """
 """Engine, what is written, of which linears, device, and what is said."""

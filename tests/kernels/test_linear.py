@@ -12,7 +12,14 @@ from quantkit_kernels import (
     why_no_rounded_inputs,
 )
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.samples import (
+    GRIDS,
+    MX_GRIDS,
+    TOLERANCE,
+    distance,
+    exact_linear,
+    random_weight,
+)
 from quantkit_kernels.weights import stack
 
 DTYPES = tuple(TOLERANCE)
@@ -23,7 +30,7 @@ def skip_unusable(grid, backend, dtype, shape):
     reason = why_unusable(
         f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,)
     )
-    if grid == "fp4-w4a4":
+    if grid == "fp4-w4a4" or grid in MX_GRIDS:
         reason = reason or why_no_rounded_inputs(backend, torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
@@ -31,7 +38,7 @@ def skip_unusable(grid, backend, dtype, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grid", [*GRIDS, "fp4-w4a4"])
+@pytest.mark.parametrize("grid", [*GRIDS, "fp4-w4a4", *MX_GRIDS])
 def test_linear_matches_float64(grid, backend, dtype):
     rng = torch.Generator().manual_seed(0)
     for m, n, k in ((1, 48, 256), (3, 208, 384), (17, 64, 128), (4096, 16, 128)):

@@ -5,6 +5,8 @@ import torch
 from kernel_weights import layer, random_experts
 from quantkit_kernels import (
     W8A16,
+    Dense,
+    DenseMx8,
     Int4,
     Int8,
     KeySteps,
@@ -142,9 +144,11 @@ REFUSED = [
         lambda: stack(W8A16(CODES[:, :96], ones(16, 1)), W8A16(CODES[:, :96], ones(16, 3))),
     ),
     ("inputs are rounded differently", lambda: stack(NVFP4, NVFP4._replace(input_divisor=None))),
+    ("inputs are rounded differently", lambda: stack(DenseMx8(ones(2, 32)), Dense(ones(2, 32)))),
+    ("not a multiple of 32", lambda: prepare(DenseMx8(ones(2, 48)), backend="reference")),
     ("input_divisor", lambda: prepare(NVFP4._replace(input_divisor=ones(2)), backend="reference")),
     (
-        "torch_npu cannot round inputs to NVFP4",
+        "torch_npu cannot round inputs of fp4",
         lambda: laid_out("torch_npu", NVFP4, torch.bfloat16, CPU),
     ),
     (

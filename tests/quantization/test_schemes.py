@@ -22,7 +22,7 @@ from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.executor.weights.weights import operand
-from quantkit.grids.base import cut_columns
+from quantkit.grids.base import cut_columns, dequantize
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.nvfp4 import Nvfp4Grid
@@ -35,8 +35,9 @@ from quantkit.quantization.mixed_precision import Mixture
 
 NAMES = ("int4-w4a8", "int4-w4a8-groups", "nvfp4-w4a4", "w8a16", "fp8-w8a8", "fp8-block-w8a8")
 W4A8, GROUPS, W4A4, W8A16, FP8, BLOCKS = map(find_scheme, NAMES)
+MXFP4, MXFP8 = map(find_scheme, ("mxfp4-w4a4", "mxfp8-w8a8"))
 CHANNEL = replace(W8A16, weight=IntGrid(8, None, symmetric=True))
-FORMATS = {W4A8: "modelslim", GROUPS: "compressed-tensors", W4A4: "compressed-tensors"}
+FORMATS = {W4A8: "modelslim"} | dict.fromkeys((GROUPS, W4A4, MXFP4, MXFP8), "compressed-tensors")
 O_PROJ = "model.layers.0.self_attn.o_proj"
 
 
@@ -232,7 +233,7 @@ def test_int8_with_16_bit_activations(written, tmp_path, scheme, form):
 
 @pytest.mark.parametrize(
     ("scheme", "form"),
-    [(FP8, "compressed-tensors"), (BLOCKS, "fp8-block")],
+    [(FP8, "compressed-tensors"), (BLOCKS, "fp8-block"), (MXFP8, "fp8-block")],
 )
 def test_fp8_is_written_loaded_and_kept(scheme, form, recipe, tmp_path):
     """Of latent attention and experts in 16 bits, whose kv_a_proj blocks are partial. What a source
@@ -251,14 +252,17 @@ def test_fp8_is_written_loaded_and_kept(scheme, form, recipe, tmp_path):
         assert torch.equal(checkpoint.read(name).float(), part.read(name).float()), name
     assert O_PROJ in checkpoint.linears
     assert "model.layers.0.self_attn.kv_b_proj" not in checkpoint.linears
-    assert check_checkpoint("vllm", checkpoint) == []
+    assert check_checkpoint("sglang" if scheme is MXFP8 else "vllm", checkpoint) == []
     assert diagnose(str(whole), source=str(dense)).findings.found == []
     assert 0 < distance(top_logprobs(whole), top_logprobs(dense)) < 0.3
     with refused("already"):
         quantized(whole, tmp_path / "again", recipe(scheme), form)
-    if scheme is BLOCKS:
-        assert convert(whole, tmp_path / "other", format="compressed-tensors").exact
-        assert Checkpoint.open(tmp_path / "other").scheme is BLOCKS
+    for other in {BLOCKS: scheme.formats[:1], MXFP8: scheme.formats[:2]}.get(scheme, ()):
+        assert convert(whole, tmp_path / other, format=other).exact
+        copy = Checkpoint.open(tmp_path / other)
+        assert copy.scheme is scheme
+        assert copy.activation_bits(O_PROJ) == checkpoint.activation_bits(O_PROJ)
+        assert torch.equal(dequantize(copy.weight(O_PROJ)), dequantize(checkpoint.weight(O_PROJ)))
 
 
 def test_what_is_not_computed_is_refused(source, written, tmp_path):
@@ -278,7 +282,7 @@ def test_what_is_not_computed_is_refused(source, written, tmp_path):
         ),
         (
             lambda: load_model(written(W4A4), device="cpu", backend="torch_npu"),
-            r"_proj rounds what it reads to NVFP4 .* is not computed on backend torch_npu",
+            r"_proj \(nvfp4-w4a4\) rounds what it reads, .* not computed on backend torch_npu",
         ),
         (lambda: made(W4A8, dense), "int4-w4a8 is for routed experts, and the model has none"),
         (

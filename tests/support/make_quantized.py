@@ -13,12 +13,14 @@ from dataclasses import replace
 
 import torch
 from make_model import write_shards
-from nearest import quantize_fp4, quantize_fp8, quantize_int
+from nearest import quantize_fp4, quantize_fp8, quantize_int, quantize_mx
 
 from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.fp8_block import Fp8BlockGrid
 from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import Nvfp4Grid, input_divisor
 
 LAYER, MTP = "model.layers.3", "model.layers.4"
@@ -55,6 +57,8 @@ def quantize(format, grid, w):
                 if bits == 16
                 else replace(weight, input_divisor=input_divisor(torch.tensor(3.7)))
             )
+        case Mxfp4Grid() | Mxfp8Grid():
+            return quantize_mx(w, grid)
         case Fp8BlockGrid():
             return quantize_fp8(w, grid)
         case _:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from quantkit import QuantkitError
+from quantkit.grids.base import round_to_nearest
 from quantkit.grids.e2m1 import E2M1_MAX, encode_e2m1
 from quantkit.grids.fp8_block import Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntWeight, int_params, round_int
@@ -53,6 +54,12 @@ def quantize_fp4(w, *, global_scale=None):
     multiplier = fused_scale(w.abs().amax()) if global_scale is None else global_scale
     scale = fp4_scale(w.unflatten(1, (-1, FP4_GROUP)), multiplier)
     return Nvfp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
+
+
+def quantize_mx(w, grid):
+    """Round W float32 [N, K] to the nearest values of MXFP4 or MXFP8."""
+    quantizer = grid.quantizer(w.abs().amax(), torch.float32, 0)
+    return quantizer.encode(*round_to_nearest(w.float(), quantizer))
 
 
 def quantize_fp8_block(w):

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import torch
 from make_model import CONFIGS, write_dense, write_tokenizer
-from nearest import quantize_fp4, quantize_int
+from nearest import quantize_fp4, quantize_int, quantize_mx
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.grids.base import round_to_nearest
-from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Quantizer
 from quantkit.grids.nvfp4 import Nvfp4Grid, global_scale, input_divisor
 from quantkit.models import find_architecture
 
@@ -32,9 +30,8 @@ def rounded(weight, format, grid, amax):
             if grid.activation_bits == 16
             else replace(packed, input_divisor=input_divisor(torch.tensor(LARGEST_INPUT)))
         )
-    if isinstance(grid, Mxfp4Grid):
-        quantizer = Mxfp4Quantizer()
-        return quantizer.encode(*round_to_nearest(weight.float(), quantizer))
+    if grid.power_scales:
+        return quantize_mx(weight, grid)
     return quantize_int(weight.float(), grid, scale_dtype=format.scale_dtype)
 
 

@@ -25,7 +25,9 @@ from quantkit.checkpoint.formats.base import HEAD, Format, Json
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.int_groups import IntGrid
-from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid
+from quantkit.grids.mx import MX_GROUP
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
 _PACKED: dict[str, Format] = {
@@ -34,11 +36,11 @@ _PACKED: dict[str, Format] = {
     "auto_awq": awq.FORMAT,
 }
 _FP8_CHANNEL, _FP8_TENSOR = fp8.ModelOptFp8(fp8.CHANNEL), fp8.ModelOptFp8(fp8.TENSOR)
-_MXFP8 = fp8.CompressedMxfp8(fp8.MX)
+_MXFP8 = fp8.CompressedMxfp8(16)
 _FLOATS: dict[tuple[Any, ...], DeclaredFormat] = {
     ("mx_fp", 4, MX_GROUP): DeclaredFormat(compressed_mxfp4.FORMAT, Mxfp4Grid()),
     ("nv_fp", 4, FP4_GROUP): DeclaredFormat(compressed_fp4.FORMAT, Nvfp4Grid()),
-    ("mx_fp", 8, MX_GROUP): DeclaredFormat(_MXFP8, None),
+    ("mx_fp", 8, MX_GROUP): DeclaredFormat(_MXFP8, Mxfp8Grid()),
     ("int", 8, -1): DeclaredFormat(compressed_int8.FORMAT, compressed_int8.GRID),
     ("fp", 8, -1): DeclaredFormat(_FP8_CHANNEL, None),
     ("fp", 8, 0): DeclaredFormat(_FP8_TENSOR, None),

@@ -113,7 +113,7 @@ class Format(ABC):
     # Roles around the layers that it may store quantized where that is asked for.
     outer: ClassVar[tuple[str, ...]] = ()
     activation_bits: ClassVar[int] = (
-        16  # 8: engines quantize the inputs of its linears to int8, per token
+        16  # 8 or 4: linears round what they read, to int8 per token or as their grid says
     )
 
     def holds(self, grid: Grid) -> bool:

@@ -24,6 +24,7 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
+from quantkit.grids.mx import MX_GROUP
 
 _DEADLINE_S = 1.0
 """Of the processor, for one name: a published pattern takes microseconds."""
@@ -118,17 +119,35 @@ def has_bits(config: Json, bits: int) -> bool:
     )
 
 
-def reads_int8(config: Json) -> bool:
-    """Whether linears quantize what they read to int8, a step a token that is found as it comes."""
-    groups = (config["quantization_config"].get("config_groups") or {}).values()
-    described = [
+def reads(config: Json, described: Callable[[Any], bool]) -> bool:
+    """Whether all groups with weights describe their inputs so."""
+    groups = config["quantization_config"].get("config_groups") or {}
+    found = [
         group.get("input_activations")
-        for group in groups
+        for group in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(group, dict) and group.get("weights") is not None
     ]
-    return bool(described) and all(
-        isinstance(args, dict) and INT8_TOKENS.items() <= args.items() for args in described
+    return bool(found) and all(map(described, found))
+
+
+def reads_int8(config: Json) -> bool:
+    """Whether linears quantize what they read to int8, a step a token that is found as it comes."""
+    return reads(
+        config, lambda args: isinstance(args, dict) and INT8_TOKENS.items() <= args.items()
     )
+
+
+def mx_args(bits: int, *, dynamic: bool) -> dict[str, Any]:
+    """How MXFP4 and MXFP8 are described. scale_dtype: a key that readers of MX know, and need."""
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": MX_GROUP,
+        "dynamic": dynamic,
+        "scale_dtype": "torch.uint8",
+    }
 
 
 def weight_args(config: Json) -> dict[str, Any]:

@@ -33,9 +33,8 @@ class CompressedFp4(compressed.Compressed, Nvfp4):
     scalar_shape = (1,)
 
     def detect(self, config: Json, side: Json) -> bool:
-        return (
-            compressed.detect(config, self.variant) and _rounds_inputs(config) == self.rounds_inputs
-        )
+        found = compressed.detect(config, self.variant)
+        return found and compressed.reads(config, is_fp4) == self.rounds_inputs
 
     def grid(self, config: Json, side: Json) -> Grid | None:
         args = compressed.weight_args(config)
@@ -52,17 +51,6 @@ class CompressedFp4(compressed.Compressed, Nvfp4):
         return compressed.config_block(
             self.variant, {**shared, "dynamic": False}, activations, quantized, unquantized
         )
-
-
-def _rounds_inputs(config: Json) -> bool:
-    """Whether groups with weights describe their inputs as NVFP4."""
-    groups = config["quantization_config"].get("config_groups") or {}
-    described = (
-        [group for group in groups.values() if isinstance(group, dict) and group.get("weights")]
-        if isinstance(groups, dict)
-        else []
-    )
-    return bool(described) and all(is_fp4(group.get("input_activations")) for group in described)
 
 
 FORMAT = CompressedFp4()

@@ -51,8 +51,10 @@ _MEMBERS: tuple[Format, ...] = (
     compressed_int4.INT8_WORDS,
     compressed_int4.W4A8,
     compressed_mxfp4.FORMAT,
+    compressed_mxfp4.W4A4,
     fp8.COMPRESSED_BLOCK,
     fp8.COMPRESSED_CHANNEL,
+    fp8.COMPRESSED_MX,
 )
 
 
@@ -63,6 +65,7 @@ _READ: tuple[Format, ...] = (
     compressed_fp4.FORMAT,
     compressed_fp4.W4A4,
     compressed_mxfp4.FORMAT,
+    compressed_mxfp4.W4A4,
     compressed_int8.FORMAT,
     *compressed_int8.OTHERS,
     *(one for one in fp8.FORMATS if isinstance(one, fp8.CompressedFp8)),
@@ -116,6 +119,11 @@ class CompressedMixed(compressed.Compressed):
             member = compressed_mxfp4.FORMAT
         elif member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
             member = compressed_fp4.W4A4
+        elif (
+            member is fp8.COMPRESSED_BLOCK
+            and tensors[f"{module}.weight_scale"].dtype == torch.uint8
+        ):
+            member = fp8.COMPRESSED_MX
         elif member is fp8.COMPRESSED_BLOCK and len(tensors[f"{module}.weight_scale"]) == len(
             tensors[f"{module}.weight"]
         ):

@@ -3,6 +3,8 @@ in the low bits, a power of two per 32.
 
 X.weight_packed uint8 [N, K / 2]   X.weight_scale uint8 [N, K / 32], the exponent plus 127
 
+input_activations of such numbers (W4A4) are rounded as they come, and have no tensor.
+
 MXFP4 as gpt-oss is published: E2M1 codes two to a byte along the inputs, the even one in the low
 bits, a power of two per 32. Read only.
 
@@ -34,7 +36,8 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, is_fp4
 from quantkit.grids.base import Grid, Weight
-from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
+from quantkit.grids.mx import MX_GROUP
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 
@@ -67,35 +70,46 @@ class Mxfp4Pairs(Format):
 
 
 class CompressedMxfp4(compressed.Compressed, Mxfp4Pairs):
+    """activation_bits: 4 where input_activations are described as MXFP4, too."""
+
     variant = "mxfp4-pack-quantized"
     marker = ".weight_packed"
     own_suffixes = (".weight_packed", ".weight_scale")
 
+    def __init__(self, activation_bits: int = 16) -> None:
+        self.activation_bits = activation_bits  # type: ignore[misc]
+
+    @property
+    def own_grid(self) -> Mxfp4Grid:
+        return Mxfp4Grid(activation_bits=self.activation_bits)
+
     def holds(self, grid: Grid) -> bool:
-        return grid == Mxfp4Grid()
+        return grid == self.own_grid
+
+    def detect(self, config: Json, side: Json) -> bool:
+        found = compressed.detect(config, self.variant)
+        return found and compressed.reads(config, _is_mxfp4) == (self.activation_bits == 4)
 
     def grid(self, config: Json, side: Json) -> Grid | None:
         args = compressed.weight_args(config)
-        if not is_fp4(args, MX_GROUP):
+        if not _is_mxfp4(args):
             raise compressed.unreadable(args, f"4-bit float in groups of {MX_GROUP}")
-        return Mxfp4Grid()
+        return self.own_grid
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:
-        weights = {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": MX_GROUP,
-            "dynamic": False,
-        }
-        stored = {"scale_dtype": "torch.uint8"}  # a key that readers of MX know, and need
-        return compressed.config_block(self.variant, weights | stored, None, quantized, unquantized)
+        inputs = compressed.mx_args(4, dynamic=True) if self.activation_bits == 4 else None
+        weights = compressed.mx_args(4, dynamic=False)
+        return compressed.config_block(self.variant, weights, inputs, quantized, unquantized)
+
+
+def _is_mxfp4(args: Any) -> bool:
+    return is_fp4(args, MX_GROUP)
 
 
 FORMAT = CompressedMxfp4()
+W4A4 = CompressedMxfp4(4)
 
 
 class Mxfp4(Mxfp4Pairs):

@@ -1,8 +1,11 @@
 """FP8 with a scale per tensor, channel, block or group of inputs, as compressed-tensors, ModelOpt
-and vLLM's fp8 have it. Written in compressed-tensors, per channel and block; the others are read only.
+and vLLM's fp8 have it. Written in compressed-tensors, per channel and block, and MXFP8 there and in
+ModelOpt; the others are read only.
 
     X.weight float8_e4m3fn [N, K]   X.weight_scale, a multiplier: a float, or of a power of two the exponent, uint8 or float8_e8m0fnu
     X.input_scale (static activations) is accepted and not used
+
+MXFP8's inputs are rounded as they come where they are described so (W8A8).
 
 Of each container there is a format for every layout of scales, for a scale's shape alone does not
 identify its block. DeepSeek's own FP8 has another name for its scale (fp8_block.py).
@@ -28,11 +31,14 @@ from quantkit.checkpoint.formats.base import (
     StoredPart,
     Tensors,
     Unquantized,
+    require_multiple,
     stored_part,
 )
+from quantkit.checkpoint.formats.nvfp4 import are_floats
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, FP8_CHANNEL, Fp8BlockGrid, Fp8BlockWeight
-from quantkit.grids.mxfp4 import MX_GROUP, decode_e8m0
+from quantkit.grids.mx import MX_GROUP, decode_e8m0
+from quantkit.grids.mxfp8 import Mxfp8Grid, Mxfp8Weight
 
 
 class Fp8Layout(NamedTuple):
@@ -45,7 +51,7 @@ class Fp8Layout(NamedTuple):
 TENSOR, CHANNEL = Fp8Layout(0, 0), Fp8Layout(1, 0)
 BLOCK, MX = Fp8Layout(FP8_BLOCK, FP8_BLOCK), Fp8Layout(1, MX_GROUP)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_GRIDS = {CHANNEL: FP8_CHANNEL, BLOCK: Fp8BlockGrid()}
+_GRIDS: dict[Fp8Layout, Grid] = {CHANNEL: FP8_CHANNEL, BLOCK: Fp8BlockGrid(), MX: Mxfp8Grid()}
 
 
 class Fp8(Format):
@@ -62,6 +68,8 @@ class Fp8(Format):
 
     def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
         tall, wide = self._block(shape)
+        if self.layout == MX:
+            require_multiple(module, "input channels", shape[1], MX_GROUP)
         axes: tuple[Along, ...] = (
             ("N", tall) if self.layout.rows else None,
             ("K", wide) if self.layout.columns else None,
@@ -79,18 +87,22 @@ class Fp8(Format):
         return self.layout.rows or shape[0], self.layout.columns or shape[1]
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        if self.layout == MX:
+            mx = Mxfp8Weight.of(weight)
+            return {f"{module}.weight": mx.codes, f"{module}.weight_scale": mx.exponent}
         weight = Fp8BlockWeight.of(weight)
         scale = (
             weight.scale[:, 0] if self.layout == CHANNEL and self.flat_channels else weight.scale
         )
-        stored = scale.to(torch.float8_e8m0fnu).view(torch.uint8) if self.layout == MX else scale
         return {
             f"{module}.weight": weight.codes,
-            f"{module}.weight_scale": stored.reshape(1) if self.layout == TENSOR else stored,
+            f"{module}.weight_scale": scale.reshape(1) if self.layout == TENSOR else scale,
         }
 
     def unpack(self, module: str, tensors: Tensors) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+        if self.layout == MX:
+            return Mxfp8Weight(codes, scale.view(torch.uint8))
         values = decode_e8m0(scale) if scale.dtype in _EXPONENTS else scale.float()
         return Fp8BlockWeight(
             codes, values if values.dim() == 2 else values.reshape(-1, 1), self._block(codes.shape)
@@ -151,8 +163,29 @@ class CompressedFp8(Fp8):
 
 
 class CompressedMxfp8(CompressedFp8):
+    """activation_bits: 8 where input_activations are described as MXFP8, too."""
+
     variant = "mxfp8-quantized"
     variants = ("mxfp8-quantized",)
+
+    def __init__(self, activation_bits: int = 8) -> None:
+        super().__init__(MX)
+        self.activation_bits = activation_bits  # type: ignore[misc]
+
+    def detect(self, config: Json, side: Json) -> bool:
+        found = super().detect(config, side)
+        return found and compressed.reads(config, _is_mxfp8) == (self.activation_bits == 8)
+
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
+        inputs = compressed.mx_args(8, dynamic=True) if self.activation_bits == 8 else None
+        weights = compressed.mx_args(8, dynamic=False)
+        return compressed.config_block(self.variant, weights, inputs, quantized, unquantized)
+
+
+def _is_mxfp8(args: Any) -> bool:
+    return are_floats(args, 8, MX_GROUP)
 
 
 class ModelOptFp8(Fp8):
@@ -168,6 +201,40 @@ class ModelOptFp8(Fp8):
 
     def ignored(self, config: Json, side: Json) -> Ignored:
         return modelopt.FORMAT.ignored(config, side)
+
+
+class ModelOptMxfp8(ModelOptFp8):
+    """activation_bits: 8 where a config group describes inputs, too; quant_algo alone says nothing
+    of them here, as engines without units for MXFP8 read it."""
+
+    variant = "MXFP8"
+    outer = ("head",)
+
+    def __init__(self, activation_bits: int = 8) -> None:
+        super().__init__(MX)
+        self.activation_bits = activation_bits  # type: ignore[misc]
+
+    def holds(self, grid: Grid) -> bool:
+        return grid == Mxfp8Grid()
+
+    def detect(self, config: Json, side: Json) -> bool:
+        return super().detect(config, side) and self._rounds(config, side)
+
+    def _rounds(self, config: Json, side: Json) -> bool:
+        groups = (modelopt.described(config, side).get("config_groups") or {}).values()
+        said = [one.get("input_activations") for one in groups if isinstance(one, dict)]
+        return any(map(_is_mxfp8, said)) == (self.activation_bits == 8)
+
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
+        inputs = self.activation_bits == 8
+        return modelopt.block("MXFP8", 8, MX_GROUP, quantized, unquantized, inputs=inputs)
+
+    def extra_files(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, bytes]:
+        return modelopt.side_file("MXFP8", MX_GROUP, quantized, unquantized)
 
 
 class UnwrappedFp8(Fp8):
@@ -186,11 +253,15 @@ class UnwrappedFp8(Fp8):
 
 
 COMPRESSED_CHANNEL, COMPRESSED_BLOCK = CompressedFp8(CHANNEL), CompressedFp8(BLOCK)
+COMPRESSED_MX, MODELOPT_MX_WEIGHTS = CompressedMxfp8(), ModelOptMxfp8(16)
 FORMATS: tuple[Fp8, ...] = (
     CompressedFp8(TENSOR),
     COMPRESSED_CHANNEL,
     COMPRESSED_BLOCK,
-    CompressedMxfp8(MX),
-    *(ModelOptFp8(layout) for layout in (TENSOR, CHANNEL, MX)),
+    COMPRESSED_MX,
+    CompressedMxfp8(16),
+    *(ModelOptFp8(layout) for layout in (TENSOR, CHANNEL)),
+    ModelOptMxfp8(),
+    MODELOPT_MX_WEIGHTS,
     UnwrappedFp8(TENSOR),
 )

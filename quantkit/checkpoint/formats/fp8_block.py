@@ -5,6 +5,9 @@ The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md); some
 in 16 bits, or as the exponent of a power of two (UE8M0). Which linears are FP8 is said by their
 dtype.
 
+MXFP8, as SGLang and MiniMax-M3 have it (quant_method mxfp8): X.weight_scale_inv uint8 [N, K / 32], the
+exponent of a power of two plus 127.
+
 DeepSeek-V4's own: FP8 blocks of 128 x 128, in V4.1 of 32 x 32, and MXFP4 experts, each with
 powers of two (UE8M0) for scales. Read only.
 
@@ -41,7 +44,9 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, QuantizedWeight, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockGrid, Fp8BlockWeight
-from quantkit.grids.mxfp4 import MX_GROUP, Mxfp4Grid, Mxfp4Weight
+from quantkit.grids.mx import MX_GROUP
+from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Weight
+from quantkit.grids.mxfp8 import Mxfp8Grid, Mxfp8Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
@@ -111,7 +116,44 @@ class Fp8Block(Format):
         return role in ("linear", "kv_b", "indexer")
 
 
-FORMAT = Fp8Block()
+class Fp8BlockMx(Fp8Block):
+    """MXFP8 as SGLang has it: a power of two for 32 inputs of a row; inputs are rounded as they
+    come."""
+
+    variant = "mxfp8-1x32"
+    activation_bits = 8
+
+    def holds(self, grid: Grid) -> bool:
+        return grid == Mxfp8Grid()
+
+    def parts(self, module: str, shape: Shape, grid: Grid | None) -> Parts:
+        require_multiple(module, "input channels", shape[1], MX_GROUP)
+        codes = stored_part(".weight", (torch.float8_e4m3fn,), shape, *CODES)
+        return codes, exponents(".weight_scale_inv", shape)
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        weight = Mxfp8Weight.of(weight)
+        return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.exponent}
+
+    def unpack(self, module: str, tensors: Tensors) -> Weight:
+        scale = tensors[f"{module}.weight_scale_inv"]
+        return Mxfp8Weight(tensors[f"{module}.weight"], scale.view(torch.uint8))
+
+    def detect(self, config: Json, side: Json) -> bool:
+        return (config.get("quantization_config") or {}).get("quant_method") == "mxfp8"
+
+    def grid(self, config: Json, side: Json) -> Grid | None:
+        return Mxfp8Grid()
+
+    def config_block(
+        self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
+    ) -> dict[str, Any]:
+        block = super().config_block(grid, quantized, unquantized)
+        of_mx = {"quant_method": "mxfp8", "weight_block_size": [1, MX_GROUP], "scale_fmt": "ue8m0"}
+        return block | of_mx
+
+
+FORMAT, MX = Fp8Block(), Fp8BlockMx()
 
 
 class Fp8BlockFp4(Fp8Block):

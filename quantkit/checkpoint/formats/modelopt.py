@@ -97,28 +97,13 @@ class ModelOpt(Nvfp4):
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:
-        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
-        inputs = {"input_activations": numbers} if self.rounds_inputs else {}
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": self._algorithm,
-            "group_size": FP4_GROUP,
-            "config_groups": {"group_0": {**inputs, "weights": numbers, "targets": ["Linear"]}},
-            "ignore": _unquantized(quantized, unquantized),
-            "producer": _PRODUCER,
-        }
+        inputs = self.rounds_inputs
+        return block(self._algorithm, 4, FP4_GROUP, quantized, unquantized, inputs=inputs)
 
     def extra_files(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, bytes]:
-        quantization = {
-            "quant_algo": self._algorithm,
-            "kv_cache_quant_algo": None,
-            "group_size": FP4_GROUP,
-            "exclude_modules": _unquantized(quantized, unquantized),
-        }
-        described = {"producer": _PRODUCER, "quantization": quantization}
-        return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
+        return side_file(self._algorithm, FP4_GROUP, quantized, unquantized)
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
         return role == "linear" and not mtp
@@ -126,6 +111,42 @@ class ModelOpt(Nvfp4):
     @property
     def _algorithm(self) -> str:
         return _W4A4 if self.rounds_inputs else _W4A16
+
+
+def block(
+    algorithm: str,
+    bits: int,
+    group: int,
+    quantized: Grids,
+    unquantized: Unquantized,
+    *,
+    inputs: bool,
+) -> dict[str, Any]:
+    """The description in config.json of floats in groups. inputs: they are described so, too."""
+    numbers = {"dynamic": False, "num_bits": bits, "type": "float", "group_size": group}
+    read = {"input_activations": numbers} if inputs else {}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "group_size": group,
+        "config_groups": {"group_0": {**read, "weights": numbers, "targets": ["Linear"]}},
+        "ignore": _unquantized(quantized, unquantized),
+        "producer": _PRODUCER,
+    }
+
+
+def side_file(
+    algorithm: str, group: int, quantized: Grids, unquantized: Unquantized
+) -> dict[str, bytes]:
+    """The same in hf_quant_config.json."""
+    quantization = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "group_size": group,
+        "exclude_modules": _unquantized(quantized, unquantized),
+    }
+    described = {"producer": _PRODUCER, "quantization": quantization}
+    return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
 
 
 def _rounds_inputs(block: Json) -> bool:

@@ -11,7 +11,8 @@ from quantkit.checkpoint.formats import fp8, modelopt
 from quantkit.checkpoint.formats.base import Format, Json
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.common.errors import QuantkitError
-from quantkit.grids.mxfp4 import MX_GROUP
+from quantkit.grids.mx import MX_GROUP
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import FP4_GROUP, Nvfp4Grid
 
 _NVFP4 = DeclaredFormat(modelopt.FORMAT, Nvfp4Grid())
@@ -20,7 +21,7 @@ _ALGORITHMS: dict[str, DeclaredFormat] = {
     "W4A16_NVFP4": _NVFP4,
     "FP8": DeclaredFormat(fp8.ModelOptFp8(fp8.TENSOR), None),
     "FP8_PER_CHANNEL_PER_TOKEN": DeclaredFormat(fp8.ModelOptFp8(fp8.CHANNEL), None),
-    "MXFP8": DeclaredFormat(fp8.ModelOptFp8(fp8.MX), None),
+    "MXFP8": DeclaredFormat(fp8.MODELOPT_MX_WEIGHTS, Mxfp8Grid()),
 }
 
 

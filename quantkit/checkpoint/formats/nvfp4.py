@@ -88,7 +88,12 @@ class Nvfp4(Format):
 
 
 def is_fp4(args: Any, group: int = FP4_GROUP) -> bool:
-    """Whether a config group describes such numbers, by the keys that compressed-tensors and ModelOpt
-    have in common."""
+    """Whether a config group describes such numbers."""
+    return are_floats(args, 4, group)
+
+
+def are_floats(args: Any, bits: int, group: int) -> bool:
+    """The same of floats in groups, by the keys that compressed-tensors and ModelOpt have in
+    common."""
     keys = ("num_bits", "type", "group_size")
-    return isinstance(args, dict) and tuple(map(args.get, keys)) == (4, "float", group)
+    return isinstance(args, dict) and tuple(map(args.get, keys)) == (bits, "float", group)

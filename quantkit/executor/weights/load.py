@@ -445,16 +445,15 @@ def _check_compressed(config: ModelConfig, device: torch.device, cache: str | No
 def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) -> None:
     refused = why_no_rounded_inputs(backend, device)
     rounds = (
-        module
+        (module, one.grid.label)
         for module, one in checkpoint.linears.items()
-        if one.format.member(module).activation_bits == 4
+        if one.grid and not one.grid.is_integer and checkpoint.activation_bits(module) < 16
     )
-    module = next(rounds, None) if refused else None
-    if module is not None:
+    module, label = next(rounds, ("", "")) if refused else ("", "")
+    if module:
         where = device.type if backend == "auto" else f"backend {backend}"
         reason = (
-            f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: "
-            f"{refused}"
+            f"{module} ({label}) rounds what it reads, which is not computed on {where}: {refused}"
         )
         raise QuantkitError(
             reason,

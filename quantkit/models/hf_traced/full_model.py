@@ -247,11 +247,12 @@ class TransformersModel:
         return value.to(self.dtype) if value.is_floating_point() else value
 
     def _activation_quant(self, module: str) -> ActivationQuant:
-        bits = self.checkpoint.activation_bits(module)
+        bits, linear = self.checkpoint.activation_bits(module), self.checkpoint.linears.get(module)
+        grid = None if linear is None else linear.grid
         return (
-            ActivationQuant.of(self.checkpoint.weight(module, self.device), bits)
-            if bits == 4
-            else ActivationQuant(bits)
+            ActivationQuant.of(self.checkpoint.weight(module, self.device), bits, grid)
+            if grid is not None and grid.has_input_scales
+            else ActivationQuant(bits, grid=grid)
         )
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:

@@ -16,6 +16,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
 from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.int_groups import IntGrid, IntWeight
+from quantkit.grids.mx import MxWeight
+from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import Nvfp4Grid, Nvfp4Weight
 
 _GRIDS = (
@@ -27,6 +30,9 @@ _GRIDS = (
     Nvfp4Grid(),
     FP8_CHANNEL,
     Fp8BlockGrid(),
+    Mxfp4Grid(),
+    Mxfp4Grid(activation_bits=4),
+    Mxfp8Grid(),
 )
 CASES = [(format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)]
 CASES += [(format, None) for format in FORMATS if format.name == "dense"]
@@ -52,6 +58,8 @@ def _fields(weight):
             ]
         case Fp8BlockWeight():
             return [weight.codes.float(), weight.scale]
+        case MxWeight():
+            return [weight.codes.float(), weight.exponent]
         case _:
             return [weight]
 

@@ -9,6 +9,8 @@ import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from refused import refused
 
@@ -17,12 +19,16 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize, round_to_nearest
 from quantkit.grids.fp8_block import FP8_CHANNEL, Fp8BlockGrid
 from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
+from quantkit.models.activation_quant import ActivationQuant
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
 MODULE = "model.layers.0.self_attn.q_proj"
 CASES = {
     "mxfp4": ("MXFP4A16", MXFP4PackedCompressor, "mxfp4-pack-quantized"),
-    "mxfp8": ("MXFP8A16", MXFP8QuantizationCompressor, "mxfp8-quantized"),
+    "mxfp4-w4a4": ("MXFP4", MXFP4PackedCompressor, "mxfp4-pack-quantized"),
+    "mxfp8-a16": ("MXFP8A16", MXFP8QuantizationCompressor, "mxfp8-quantized"),
+    "mxfp8": ("MXFP8", MXFP8QuantizationCompressor, "mxfp8-quantized"),
     "tensor": ("FP8", FloatQuantizationCompressor, "float-quantized"),
     "channel": ("FP8_DYNAMIC", FloatQuantizationCompressor, "float-quantized"),
     "block": ("FP8_BLOCK", FloatQuantizationCompressor, "naive-quantized"),
@@ -72,6 +78,8 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path, case):
     checkpoint = stored(tmp_path, packed, block)
     assert checkpoint.shape(MODULE) == (ROWS, COLUMNS)
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), expected)
+    reads = {"mxfp4-w4a4": 4, "mxfp8": 8}
+    assert checkpoint.activation_bits(MODULE) == reads.get(case, 16)
     part, first = checkpoint.weight_slice(MODULE, "N", 40, 120)
     assert torch.equal(dequantize(part)[40 - first : 120 - first], expected[40:120])
     part, first = checkpoint.weight_slice(MODULE, "K", 160, 320)
@@ -82,6 +90,8 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path, case):
     ("case", "format", "grid", "most"),
     [
         ("mxfp4", compressed_mxfp4.FORMAT, Mxfp4Grid(), 0.2),
+        ("mxfp4-w4a4", compressed_mxfp4.W4A4, Mxfp4Grid(activation_bits=4), 0.2),
+        ("mxfp8", fp8.COMPRESSED_MX, Mxfp8Grid(), 0.03),
         ("channel", fp8.COMPRESSED_CHANNEL, FP8_CHANNEL, 0.03),
         ("block", fp8.COMPRESSED_BLOCK, Fp8BlockGrid(), 0.03),
     ],
@@ -98,12 +108,23 @@ def test_what_is_rounded_is_what_compressed_tensors_reads(case, format, grid, mo
     assert torch.equal(read.float(), values)
     error, plain = (values - w).norm(), (round_to_nearest(w, nearest)[0] - w).norm()
     assert plain < most * w.norm()
-    assert error == plain if case == "block" else error < plain
+    assert error == plain if case in ("block", "mxfp8") else error < plain
     written = format.config_block(grid, {MODULE: grid}, ())["config_groups"]["group_0"]
     described = json.loads(scheme.model_dump_json())
     for part in ("weights", "input_activations") if case != "mxfp4" else ():
         said = {key: described[part][key] for key in written[part]}
         assert written[part] == said, "as llm-compressor describes it"
+
+
+@pytest.mark.parametrize("grid", [Mxfp4Grid(activation_bits=4), Mxfp8Grid()])
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(grid):
+    x = torch.randn(7, 256) * torch.logspace(-3, 3, 7)[:, None]
+    x[3, :64] = torch.tensor([0.0, 448.0]).repeat_interleave(32)
+    scheme = preset_name_to_scheme(CASES[grid.label][0], ["Linear"])
+    module = torch.nn.Module()
+    module.quantization_status = QuantizationStatus.INITIALIZED
+    expected = forward_quantize(module, x, "input", scheme.input_activations)
+    assert torch.equal(ActivationQuant(grid.activation_bits, grid=grid)(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
