@@ -168,7 +168,7 @@ def serve(
     from quantkit.common.model_files import read_text
     from quantkit.executor.server.serve import serve as run_server
     from quantkit.executor.worker import lead_or_follow
-    from quantkit.tokenizer.template import ChatTemplate
+    from quantkit.tokenizer.chat import ChatTemplate
 
     if server.tool_parser != "auto":
         named_format(server.tool_parser)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import TEMPLATE, Survey
-from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTemplate
 
 _SAMPLES = (
     "Hello, World! It's 10:45 and 3.14159 > 2,718.",

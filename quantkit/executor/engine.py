@@ -28,10 +28,9 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import HostCopy, set_current_device
 from quantkit.common.options import documented, read_options
 from quantkit.executor.cache.cache import CachePlan
-from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.dp_step import DpStep
 from quantkit.executor.memory_budget import check_finite_logits, default_chunk_tokens, plan_kv_cache
-from quantkit.executor.options import EngineOptions
+from quantkit.executor.options import EngineOptions, check_amounts
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
 from quantkit.executor.ranks.rank_processes import environment_rank
@@ -50,7 +49,13 @@ from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, check_defaults
 from quantkit.executor.scheduler.data_parallel import DataParallelScheduler
 from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
-from quantkit.executor.scheduler.sequence import Completion, Delta, FinishReason, Sequence
+from quantkit.executor.scheduler.sequence import (
+    Completion,
+    Delta,
+    FinishReason,
+    Sequence,
+    check_request,
+)
 from quantkit.executor.speculation.block_drafter import BlockDrafter
 from quantkit.executor.speculation.draft_model import check_draft, load_draft, make_drafter
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead
@@ -166,14 +171,10 @@ class Engine:
             check_draft(draft_path, tokenizer)
         # Open before other ranks start, so that a fault here ends nothing; a rank started by rank 0
         # reports its fault to the ranks it has met.
-        opened = (
-            open_given(options, tokenizer.eos_ids)
-            if environment_rank(options.ranks) is None
-            else None
-        )
+        opened = open_given(options) if environment_rank(options.ranks) is None else None
         parallel = join(options)
         try:
-            opened = opened or open_given(options, tokenizer.eos_ids)
+            opened = opened or open_given(options)
             ranks = (parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)
             loaded = prepare(opened, *ranks)
             log(f"weights loaded after {time.perf_counter() - began:.1f} s")
@@ -331,7 +332,7 @@ class Engine:
             return self._finish_pass(self._forward(step), advanced)
         except Exception as fault:
             self.runner.drop_async()
-            check_usable(self.loaded.device, fault, alone=self.leader.alone)
+            _check_usable(self.loaded.device, fault, alone=self.leader.alone)
             done: list[Sequence] = []
             retries = step.per_sequence()
             for sequence, own in retries:
@@ -472,3 +473,14 @@ class Engine:
         return Sequence(
             index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide
         )
+
+
+def _check_usable(device: torch.device, fault: Exception, *, alone: bool) -> None:
+    """Raise `fault` where it concerns more than one forward pass: other ranks wait in that pass, or
+    the device no longer computes."""
+    if not alone:
+        raise fault
+    try:
+        torch.ones(1, device=device).sum().item()
+    except Exception:
+        raise fault from None

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.options import device_option, option
 
 MODEL_DRAFT_LENGTH = 4
@@ -146,3 +147,38 @@ class EngineOptions(ModelOptions):
         values = json.loads(text)
         draft = None if values["draft"] is None else Path(values["draft"])
         return cls(**{**values, "model_path": Path(values["model_path"]), "draft": draft})
+
+
+_AMOUNTS = ("max_batch", "max_model_len", "cache_tokens", "chunk_tokens", "tp", "dp")
+
+
+def check_amounts(options: EngineOptions) -> None:
+    """Raises UsageError for a number out of range: with a batch or chunk of 0, steps never end."""
+    for name in _AMOUNTS:
+        value = getattr(options, name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise UsageError(f"{name} is {value!r}", "give a whole number of at least 1")
+    for count in (options.draft_length, options.prompt_lookup):
+        if not 0 <= count <= MAX_DRAFT_LENGTH:
+            raise QuantkitError(
+                f"{count} draft tokens per step are too many or too few",
+                f"use 0 to {MAX_DRAFT_LENGTH}",
+            )
+
+
+def check_context(requested: int | None, longest: int) -> None:
+    """requested: tokens of prompt and answer, if given; longest: what the model was built for.
+    Raises UsageError."""
+    if requested is not None and requested > longest:
+        raise UsageError(
+            f"a context of {requested} tokens was requested, the model has {longest}",
+            "ask for fewer, prompt and answer together: --max-model-len, --context of playground, "
+            "--input-len and --output-len of bench",
+        )
+    if requested is not None and requested < 2:
+        raise UsageError(
+            f"a context of {requested} has no room for a prompt and an answer",
+            "request at least 2 tokens",
+        )

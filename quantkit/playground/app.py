@@ -4,7 +4,7 @@
 
 The page loads nothing from other hosts and runs only its own script (see its
 Content-Security-Policy); text of models is inserted as text. Requests with another Host name or
-Origin are rejected (executor/server/guard.py).
+Origin are rejected (executor/server/asgi.py).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.pages import style_sheet
-from quantkit.executor.server.guard import Faults, LoopbackOnly
+from quantkit.executor.server.asgi import Faults, LoopbackOnly
 from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.play import MAX_NEW_TOKENS, Playground
 

@@ -1,4 +1,4 @@
-"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out
+"""Child process of chat.py: one JSON line in ({source, variables}) and one JSON line out
 ({text}, {fault} or {unreadable}).
 
 A chat template is a program that comes with a model. Jinja's sandbox protects Python's own objects

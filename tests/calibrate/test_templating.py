@@ -7,8 +7,7 @@ from refused import refused
 
 from quantkit.calibrate.documents import Document, Templating, plain_text, read_document
 from quantkit.common.assets import calibration_text
-from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTemplate, ChatTokenizer
 
 THOUGHT = read_document(
     {

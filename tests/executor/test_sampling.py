@@ -10,7 +10,7 @@ import torch
 from engines import completions, load
 from refused import refused
 
-from quantkit.executor.runner.logits_processor import LogitsProcessor
+from quantkit.executor.runner.sampler import LogitsProcessor
 from quantkit.executor.sampling.params import (
     Batch,
     SamplingParams,

@@ -9,7 +9,7 @@ import pytest
 from damage import TEMPLATES
 from refused import refused
 
-from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTemplate
 
 VARIABLES = {
     "messages": [{"role": "user", "content": "hi"}],

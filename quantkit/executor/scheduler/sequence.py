@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.sampling.grammar import Guide
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream, stop_tokens
@@ -283,4 +284,24 @@ class Sequence:
             self.num_prefix_hits,
             self.fault,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
+
+def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
+    """Raises QuantkitError for a prompt that does not fit in `context` tokens, or a token id
+    outside the vocabulary."""
+    if not prompt:
+        raise QuantkitError("the prompt is empty", "give at least one token")
+    if len(prompt) >= context:
+        raise QuantkitError(
+            f"the prompt has {len(prompt)} tokens, the context is {context}", "shorten it"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocab:
+        raise QuantkitError(
+            f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer"
+        )
+    if any(not 0 <= token < vocab for token in params.named_tokens):
+        raise QuantkitError(
+            f"logit_bias or stop_token_ids names a token outside 0..{vocab - 1}",
+            "use the model's own tokenizer",
         )

@@ -25,6 +25,8 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
 from quantkit.executor.server.asgi import (
     EventStream,
+    Faults,
+    LoopbackOnly,
     RequestLog,
     WireJson,
     error_body,
@@ -32,7 +34,6 @@ from quantkit.executor.server.asgi import (
     note_of,
     until_disconnect,
 )
-from quantkit.executor.server.guard import Faults, LoopbackOnly
 from quantkit.executor.server.intake import (
     ApiError,
     Intake,
@@ -43,7 +44,7 @@ from quantkit.executor.server.intake import (
     parse,
     valid,
 )
-from quantkit.executor.server.metrics import exposition
+from quantkit.executor.server.monitoring import exposition
 from quantkit.executor.server.protocol import ChatRequest
 from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
 from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service

@@ -1,20 +1,27 @@
 """HTTP messages: JSON responses, server-sent events, and one log line for each request.
-
 Cancellation of work whose client disconnects.
+
+What stands in front of every server's application: who may ask at all, and unforeseen faults. A
+server on loopback without a key answers any page that a browser on this machine shows, unless it
+looks at the names that the browser sends: a page may resolve its own name to 127.0.0.1, and is then
+of the same origin.
 """
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantkit.executor.server.guard import log_fault
+from quantkit.common.bind import is_loopback
+from quantkit.executor.server.monitoring import LONGEST_MESSAGE, log_fault
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
 
 
@@ -180,3 +187,60 @@ class RequestLog:
             self._log(
                 f"{note.id} {scope['method']} {path} {status[0]} {note.tokens()} {seconds:.3f} s"
             )
+
+
+class LoopbackOnly:
+    """The application for requests that are addressed to this machine by name, from no page of
+    another. refusal: the answer to others."""
+
+    def __init__(self, app: ASGIApp, refusal: Callable[[], Response]) -> None:
+        self._app, self._refusal = app, refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not is_local(Headers(scope=scope)):
+            return await self._refusal()(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def is_local(headers: Headers) -> bool:
+    """Whether Host is a loopback name and Origin, if any, a page of such a name."""
+    hosts, origins = headers.getlist("host"), headers.getlist("origin")
+    return (
+        len(hosts) == 1
+        and _is_local(_HOST, hosts[0])
+        and all(_is_local(_ORIGIN, one) for one in origins)
+    )
+
+
+_HOST = re.compile(r"(\[[\da-f:.]+\]|[^\[\]:/@]+)(:\d*)?", re.ASCII | re.IGNORECASE)
+_ORIGIN = re.compile(f"https?://{_HOST.pattern}", _HOST.flags)
+
+
+def _is_local(form: re.Pattern[str], text: str) -> bool:
+    found = form.fullmatch(text)
+    return found is not None and is_loopback(found[1])
+
+
+class Faults:
+    """The application, whose unforeseen faults are one line of the log instead of a traceback. They
+    are answered by `answer`, if no answer began."""
+
+    def __init__(self, app: ASGIApp, answer: Callable[[Exception], Response]) -> None:
+        self._app, self._answer = app, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def watched(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as fault:
+            if scope["type"] != "http":
+                raise
+            log_fault(f"{scope['method']} {scope['path'][:LONGEST_MESSAGE]}", fault)
+            if not began:
+                await self._answer(fault)(scope, receive, send)

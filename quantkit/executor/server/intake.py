@@ -24,11 +24,9 @@ from quantkit.executor.server.protocol import (
     CompletionRequest,
     chat_messages,
     check_roles,
-    sampling_params,
 )
 from quantkit.executor.server.service import QueueFull
-from quantkit.executor.server.tools.formats import ToolFormat, ToolUse
-from quantkit.executor.server.tools.template import ToolTemplate
+from quantkit.executor.server.tools.formats import ToolFormat, ToolTemplate, ToolUse
 from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -284,6 +282,36 @@ class Intake:
             f"the prompt has {length}, at most {self.max_input} tokens are accepted",
             "context_length_exceeded",
         )
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest, defaults: dict[str, Any], room: int
+) -> SamplingParams:
+    """Without a grammar. room: tokens that the answer may have at most."""
+
+    def value(name: str, otherwise: Any) -> Any:
+        given = getattr(request, name)
+        return given if given is not None else defaults.get(name, otherwise)
+
+    return SamplingParams(
+        max_new_tokens=request.limit or room,
+        temperature=value("temperature", 1.0),
+        top_p=value("top_p", 1.0),
+        top_k=max(value("top_k", 0), 0),
+        min_p=value("min_p", 0.0),
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=value("repetition_penalty", 1.0),
+        logit_bias=request.biases,
+        stop=request.stops,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        min_new_tokens=request.min_tokens,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+    )
 
 
 def valid(fields: dict[str, Any], kind: type[Model]) -> Model:

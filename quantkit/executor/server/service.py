@@ -14,8 +14,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.grammar import GrammarError
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion, Sequence, TokenLogprob
-from quantkit.executor.server.guard import log_fault
-from quantkit.executor.server.metrics import Counter, Gauge, Histogram, Metric
+from quantkit.executor.server.monitoring import Counter, Gauge, Histogram, Metric, log_fault
 
 
 class QueueFull(Exception):

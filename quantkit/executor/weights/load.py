@@ -35,8 +35,7 @@ from quantkit.executor.cache.sequence_state import (
     recurrent_state_bytes,
     rotating_cache_bytes,
 )
-from quantkit.executor.checks import check_context, check_eos
-from quantkit.executor.options import EngineOptions
+from quantkit.executor.options import EngineOptions, check_context
 from quantkit.executor.ranks.expert_parallel import ExpertRanks
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
 from quantkit.executor.weights.tp_checks import check_shares
@@ -283,9 +282,8 @@ def open_model(
     return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
 
 
-def open_given(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
-    """What an engine is to load, with everything refused that options and headers show. eos_ids:
-    that end answers, as the model names them."""
+def open_given(options: EngineOptions) -> OpenedModel:
+    """What an engine is to load, with everything refused that options and headers show."""
     check_ranks(options)
     opened = open_model(
         options.model_path,
@@ -298,7 +296,6 @@ def open_given(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel
         dp=options.dp,
     )
     config = opened.read.config
-    check_eos(eos_ids, config.vocab_size, options.model_path)
     check_context(options.max_model_len, config.max_position_embeddings)
     check_recurrent_options(config.has_sequence_state, config.can_roll_back, options)
     return opened

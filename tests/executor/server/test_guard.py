@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from quantkit.common.errors import UsageError
 from quantkit.executor.server.answers import ChatAnswer
 from quantkit.executor.server.app import Limits
-from quantkit.executor.server.guard import is_local
+from quantkit.executor.server.asgi import is_local
 from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.responses import ResponseAnswer
 

@@ -11,8 +11,7 @@ from refused import refused
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
-from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTemplate, ChatTokenizer
 
 LONG = 1 << 20
 

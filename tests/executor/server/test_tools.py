@@ -12,16 +12,15 @@ from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.server.reasoning import joined
 from quantkit.executor.server.tools.formats import (
     FORMATS,
+    ToolTemplate,
     declared_tools,
     named_format,
     template_format,
 )
 from quantkit.executor.server.tools.parsers import takes_text
 from quantkit.executor.server.tools.stream_parser import ToolCallSplitter
-from quantkit.executor.server.tools.template import ToolTemplate
 from quantkit.executor.server.tools.tool_choice import calls_grammar
-from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTemplate, ChatTokenizer
 
 TOOLS = json.loads("""[
     {"type": "function", "function": {"name": "get_weather", "parameters": {

@@ -1,8 +1,17 @@
-"""Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4), written by
-hand: there are a dozen of them."""
+"""What operators see of a server: counters, gauges and histograms in Prometheus' text format
+(exposition format 0.0.4), written by hand as there are a dozen of them, and the log of faults."""
 
+import logging
+import traceback
 from bisect import bisect_left
 from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.common.result import one_line
+
+_LOG = logging.getLogger("uvicorn.error")  # the server's own
+LONGEST_MESSAGE = 300
+"""Characters of a fault's message, or of its path, in the log."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
@@ -82,3 +91,12 @@ def _number(value: float) -> str:
     """Every digit: an integer as it is, else the shortest text that reads back as the same
     float."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def log_fault(what: str, fault: BaseException) -> None:
+    """One line for a fault that nothing foresaw: what failed, why and where."""
+    where = "".join(
+        f" ({Path(last.filename).name}:{last.lineno})"
+        for last in traceback.extract_tb(fault.__traceback__)[-1:]  # none if it was not raised
+    )
+    _LOG.error(one_line(f"{what}: {type(fault).__name__}: {str(fault)[:LONGEST_MESSAGE]}{where}"))
