@@ -260,29 +260,21 @@ class _RuleCheck:
     def _check_other_formats(self) -> Iterator[LoadProblem]:
         """Linears declared unquantized that are stored in another format, which the engine would
         read as unquantized."""
-        linears = self.checkpoint.linears
-        for mtp in (False, True):
-            first = next(
-                (
-                    row.module
-                    for row in self.linears
-                    if row.mtp == mtp and row.module in linears and not self._is_quantized(row)
-                ),
-                None,
+        linears, found = self.checkpoint.linears, dict[bool, str]()
+        for row in self.linears:
+            if row.module in linears and not self._is_quantized(row):
+                found.setdefault(row.mtp, row.module)
+        for mtp, module in sorted(found.items()):
+            problem = (
+                f"{self.engine} reads {module} as unquantized, and it is "
+                f"{linears[module].format.name}"
             )
-            if first is not None:
-                problem = (
-                    f"{self.engine} reads {first} as unquantized, and it is "
-                    f"{linears[first].format.name}"
-                )
-                remedy = "quantkit convert to another format, which decodes it to BF16"
-                yield (
-                    LoadProblem.warning(
-                        problem, f"run it without speculative decoding, or {remedy}"
-                    )
-                    if mtp
-                    else LoadProblem.error(problem, remedy)
-                )
+            remedy = "quantkit convert to another format, which decodes it to BF16"
+            yield (
+                LoadProblem.warning(problem, f"run it without speculative decoding, or {remedy}")
+                if mtp
+                else LoadProblem.error(problem, remedy)
+            )
 
     def _check_rotations(self) -> Iterator[LoadProblem]:
         """Inputs to rotate as the model runs, which the engine does not."""
@@ -492,14 +484,8 @@ class _RuleCheck:
                 "config.json only, which is not there",
                 "quantkit convert --format compressed-tensors, which loses nothing",
             )
-        width = next(
-            (
-                row.shape[0]
-                for row in self.linears
-                if row.expert is not None and row.projection == "gate"
-            ),
-            None,
-        )
+        gates = (row for row in self.linears if row.expert is not None and row.projection == "gate")
+        width = next((row.shape[0] for row in gates), None)
         group = getattr(grid, "group_size", None)
         if rule.narrow_experts_wrong and width and group and width <= group:
             yield LoadProblem.warning(
