@@ -100,7 +100,7 @@ def _result(
     """bench.json: the machine, the workload, every cell, and published figures of this model."""
     from quantkit.checkpoint.hub import model_basename
     from quantkit.common.devices import describe_machine
-    from quantkit.evaluation.openai_server import is_url
+    from quantkit.evaluation.generators.openai_server import is_url
     from quantkit.evaluation.results.published import published_speeds_for
     from quantkit.evaluation.speed.endpoint import EndpointTarget
 

@@ -175,7 +175,7 @@ def ppl(
     of the two may be a server."""
     from quantkit.checkpoint.hub import find_model
     from quantkit.evaluation.distance.perplexity import measure
-    from quantkit.evaluation.openai_server import is_url
+    from quantkit.evaluation.generators.openai_server import is_url
     from quantkit.executor.hf_engine import slow
 
     if options.sampled is None:

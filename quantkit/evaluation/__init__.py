@@ -6,7 +6,6 @@ reports.
   planning.py     how many problems and repeats a verdict needs
   tasks/          YAML tasks and protocols, their rows, prompts, needle-in-a-haystack texts
   generators/     one interface to a model, in this process or at an OpenAI-compatible server
-  openai_server.py  HTTP client of such a server: models, streamed events, errors
   grading/        from a reply to a grade: numbers, choices, expressions, programs, instructions
   sandbox/        isolated processes for programs that a model wrote
   statistics/     bounds on means, paired comparison (held / lost / cannot tell), power

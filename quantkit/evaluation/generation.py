@@ -133,7 +133,7 @@ def prepare(
     setting = find_setting(task, protocol, repeats=repeats, overrides=generation)
     grader = find_grader(setting.grader)
     rows = data.read_rows(task.name, task.data, data_dir)
-    problems = data.problems(setting, grader, rows.rows)
+    problems = data.problems(setting, grader.gold, rows.rows)
     shots: list[prompts.Shot] = []
     facts = {
         "task": task.name,

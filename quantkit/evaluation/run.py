@@ -23,7 +23,7 @@ from quantkit.evaluation.generation import (
     silent,
 )
 from quantkit.evaluation.generators.generator import Generator, reject_cache_option
-from quantkit.evaluation.openai_server import is_url
+from quantkit.evaluation.generators.openai_server import is_url
 from quantkit.evaluation.options import EvaluateOptions, GradingOptions
 from quantkit.evaluation.planning import forecast
 from quantkit.evaluation.results.baseline import Baseline, compare_results, read_baseline

@@ -44,7 +44,7 @@ from quantkit.evaluation.distance.report import check_report, write_report
 from quantkit.evaluation.distance.stored_replies import read_replies
 from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
 from quantkit.evaluation.generators.generator import reject_cache_option
-from quantkit.evaluation.openai_server import is_url
+from quantkit.evaluation.generators.openai_server import is_url
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.executor.options import EngineOptions

@@ -27,7 +27,7 @@ from quantkit.evaluation.generators.generator import (
     Prompt,
     estimated_tokens,
 )
-from quantkit.evaluation.openai_server import (
+from quantkit.evaluation.generators.openai_server import (
     ABORT_REASONS,
     REQUEST_ERRORS,
     TIMEOUT_S,

@@ -16,7 +16,7 @@ import httpx
 
 from quantkit.evaluation.generators.endpoint import ReplyReader, request_body
 from quantkit.evaluation.generators.generator import Generation, Prompt
-from quantkit.evaluation.openai_server import (
+from quantkit.evaluation.generators.openai_server import (
     REQUEST_ERRORS,
     OpenAIServer,
     StreamError,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import reject_cache_option
-from quantkit.evaluation.openai_server import is_url
+from quantkit.evaluation.generators.openai_server import is_url
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, Target, Workload, now
 from quantkit.executor.engine import Engine

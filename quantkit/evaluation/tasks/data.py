@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.records import Row
 from quantkit.common.records import read_rows as rows_of
-from quantkit.evaluation.grading.graders import Grader
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Problem, Setting, Task
 
 
@@ -71,8 +71,9 @@ def _digest(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]:
-    """Problems in file order; the id is the row number where the file has none."""
+def problems(setting: Setting, find_gold: Callable[[Row], str], rows: list[Row]) -> list[Problem]:
+    """Problems in file order; the id is the row number where the file has none. find_gold: as
+    `Grader.gold`."""
     found: list[Problem] = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
@@ -86,7 +87,7 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
             )
         seen.add(name)
         try:
-            gold = grader.gold(fields)
+            gold = find_gold(fields)
         except QuantkitError as fault:
             raise QuantkitError(
                 f"row {number} of {setting.task.name}: {fault.problem}", fault.remedy

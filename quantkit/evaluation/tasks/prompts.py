@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import string
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError
@@ -10,7 +11,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Prompt
-from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.tasks.definitions import Problem, Setting
 
 Shot = dict[str, Any]
@@ -19,7 +19,7 @@ _environment = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
 )
 _environment.filters["regex_replace"] = lambda text, pattern, value: re.sub(pattern, value, text)
-_environment.globals["letters"] = LETTERS
+_environment.globals["letters"] = string.ascii_uppercase
 
 
 def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> Prompt:

@@ -25,7 +25,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, Prompt
-from quantkit.evaluation.openai_server import OpenAIServer, base_url
+from quantkit.evaluation.generators.openai_server import OpenAIServer, base_url
 from quantkit.evaluation.options import EvaluateOptions
 
 
@@ -307,7 +307,7 @@ def test_tokens_under_way_are_known_within_a_factor_of_two(pieces, tokens):
 )
 def test_a_reply_without_end_is_cut_off(pieces, said, monkeypatch):
     monkeypatch.setattr("quantkit.evaluation.generators.endpoint.LARGEST_REPLY", 100_000)
-    monkeypatch.setattr("quantkit.evaluation.openai_server.LONGEST_LINE", 100_000)
+    monkeypatch.setattr("quantkit.evaluation.generators.openai_server.LONGEST_LINE", 100_000)
     tracemalloc.start()
     (reply,) = replies_to(stream(*itertools.islice(itertools.cycle(pieces), 5_001)), retries=0)
     assert tracemalloc.get_traced_memory()[1] < 30e6

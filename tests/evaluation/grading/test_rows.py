@@ -35,7 +35,7 @@ def read(name, capfd):
         pytest.skip(f"{folder} has no {name}")
     found = problems(
         (setting := find_setting(task, "r1")),
-        find_grader(setting.grader),
+        find_grader(setting.grader).gold,
         read_rows(name, task.data, folder).rows,
     )
     with capfd.disabled():

@@ -34,7 +34,7 @@ def test_files_are_found_by_any_of_their_names(tmp_path, name):
     read = read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
     assert read.rows == ROWS
     assert read.origin == str(tmp_path / name)
-    made = problems(setting(), find_grader("number"), read.rows)
+    made = problems(setting(), find_grader("number").gold, read.rows)
     assert [(p.id, p.gold) for p in made] == [("0", "2"), ("1", "4")]
 
 
@@ -86,13 +86,15 @@ def test_a_right_answer_that_is_none_is_refused(answer):
     with refused(
         r"row 1 of gsm8k: the right answer .* is none, and every reply would be wrong",
     ):
-        problems(setting(), find_grader("number"), [ROWS[0], {"question": "?", "answer": answer}])
+        problems(
+            setting(), find_grader("number").gold, [ROWS[0], {"question": "?", "answer": answer}]
+        )
 
 
 def test_ids_must_be_unique():
     rows = [{"id": "a", "problem": "x", "answer": "1"}] * 2
     with refused("'a' occurs twice"):
-        problems(setting("aime24"), find_grader("integer"), rows)
+        problems(setting("aime24"), find_grader("integer").gold, rows)
 
 
 def _packed(name, rows):
@@ -133,7 +135,7 @@ def test_dates_are_inclusive():
         row | {"question_id": day, "contest_date": f"{day}T10:00:00"}
         for day in ("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")
     ]
-    made = problems(setting("live_code_bench"), find_grader("contest-tests"), rows)
+    made = problems(setting("live_code_bench"), find_grader("contest-tests").gold, rows)
     assert [p.id for p in made] == ["2024-08-01", "2025-01-31"]
     with refused("no problem remains"):
-        problems(setting("live_code_bench"), find_grader("contest-tests"), rows[:1])
+        problems(setting("live_code_bench"), find_grader("contest-tests").gold, rows[:1])

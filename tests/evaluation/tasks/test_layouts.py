@@ -222,7 +222,7 @@ def write(path, rows):
 def read(name, folder):
     setting = find_setting(find_task(name), "r1")
     return problems(
-        setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows
+        setting, find_grader(setting.grader).gold, read_rows(name, setting.task.data, folder).rows
     )
 
 

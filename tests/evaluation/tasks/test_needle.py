@@ -39,7 +39,9 @@ def test_the_command_makes_what_the_task_reads(tmp_path):
     assert made.code == 0, made.err
     setting = find_setting(find_task("needle"), "r1", repeats=1)
     rows = read_rows("needle", setting.task.data, tmp_path).rows
-    groups = {problem.group for problem in problems(setting, find_grader(setting.grader), rows)}
+    groups = {
+        problem.group for problem in problems(setting, find_grader(setting.grader).gold, rows)
+    }
     assert groups == {f"{length} {kind}" for length in (512, 4096) for kind in KINDS}
     assert 4096 - 60 < rows[-1]["tokens"] <= 4096
     assert setting.generation.temperature == 0
