@@ -48,8 +48,6 @@ _FILES = {
     "PanguEmbedded": "pangu_embedded",
     "deepseek_v4": "deepseek_v4.architecture",
     "deepseek_v41": "deepseek_v41.architecture",
-    "glm5_next": "glm5_next.architecture",
-    "openpangu_v2": "openpangu_v2.architecture",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen4_exp": "qwen4_exp.architecture",
@@ -62,6 +60,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         deepseek_v3,
         deepseek_v32,
         glm4_moe,
+        glm5_next,
         glm_moe_dsa,
         gpt_oss,
         hy_v3,
@@ -74,6 +73,7 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
         minimax_m2,
         mistral,
         mixtral,
+        openpangu_v2,
         pangu_embedded,
         pangu_ultra_moe,
         qwen2,
@@ -87,8 +87,6 @@ if TYPE_CHECKING:  # mypy checks that every file implements the protocol
     )
     from quantkit.models.deepseek_v4 import architecture as deepseek_v4
     from quantkit.models.deepseek_v41 import architecture as deepseek_v41
-    from quantkit.models.glm5_next import architecture as glm5_next
-    from quantkit.models.openpangu_v2 import architecture as openpangu_v2
     from quantkit.models.qwen4_exp import architecture as qwen4_exp
 
     _CHECKED: tuple[Architecture[Any], ...] = (
