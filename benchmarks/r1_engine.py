@@ -28,8 +28,8 @@ from torch import Tensor
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import to_device
-from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes, Workload
+from quantkit.evaluation.speed.targets import EngineTarget
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions

@@ -55,8 +55,8 @@ from r1_engine import (
 )
 
 from quantkit.common.assets import asset
-from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import Workload, summarize
+from quantkit.evaluation.speed.targets import EngineTarget
 from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel

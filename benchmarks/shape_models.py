@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.stacked_experts import is_expert_tensor
-from quantkit.evaluation.speed.endpoint import WORDS
+from quantkit.evaluation.speed.targets import WORDS
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize

@@ -35,8 +35,8 @@ from shape_models import FORMATS, SHAPES, write_shape
 from vllm_server import SETTINGS, Server
 
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import Workload, summarize
+from quantkit.evaluation.speed.targets import EndpointTarget
 
 PEER, OURS = "vllm", "quantkit"
 CELLS = (

@@ -30,8 +30,8 @@ def bench(
     from quantkit.checkpoint.output_dir import check_results_folder
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.evaluation.results.folder import local_models
-    from quantkit.evaluation.speed.engine import open_target
     from quantkit.evaluation.speed.measure import measure_grid, read_prompts
+    from quantkit.evaluation.speed.targets import open_target
 
     lengths = _integers("--input-len", options.input_len)
     concurrencies = _integers("--concurrency", options.concurrency)
@@ -67,7 +67,7 @@ def bench(
         )
     result = _result(model, target, engine, options.output_len, limits, rows)
     if options.out is not None:
-        from quantkit.evaluation.speed.report import write_report
+        from quantkit.evaluation.speed.measure import write_report
 
         write_report(options.out, result)
     if json_:
@@ -102,7 +102,7 @@ def _result(
     from quantkit.common.devices import describe_machine
     from quantkit.evaluation.generators.openai_server import is_url
     from quantkit.evaluation.results.published import published_speeds_for
-    from quantkit.evaluation.speed.endpoint import EndpointTarget
+    from quantkit.evaluation.speed.targets import EndpointTarget
 
     name = target.model if isinstance(target, EndpointTarget) else model_basename(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(engine.device)

@@ -184,7 +184,7 @@ def test_bad_requests(tiny_checkpoint, tmp_path):
 
 def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "quantkit.evaluation.speed.engine.open_target", lambda *_, **__: pytest.fail("opened")
+        "quantkit.evaluation.speed.targets.open_target", lambda *_, **__: pytest.fail("opened")
     )
     (tmp_path / "file").touch()
     assert f"{tmp_path}/file" in refusal(f"bench tiny-r1 --out {tmp_path}/file/results")

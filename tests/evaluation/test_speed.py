@@ -16,8 +16,6 @@ from refused import refused
 
 from quantkit import Engine
 from quantkit.evaluation.results.published import published_speeds_for
-from quantkit.evaluation.speed.endpoint import EndpointTarget
-from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import (
     RequestTimes,
     Workload,
@@ -25,8 +23,9 @@ from quantkit.evaluation.speed.measure import (
     now,
     read_prompts,
     summarize,
+    write_report,
 )
-from quantkit.evaluation.speed.report import write_report
+from quantkit.evaluation.speed.targets import EndpointTarget, EngineTarget
 
 DELAY_S = 0.15
 GAP_S = 0.02

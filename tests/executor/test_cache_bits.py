@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.options import PerplexityOptions
-from quantkit.evaluation.speed.engine import open_target
+from quantkit.evaluation.speed.targets import open_target
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights import load as loading

@@ -113,7 +113,7 @@ def check_export():
 
     from quantkit.evaluation.generation import prepare, run_task
     from quantkit.evaluation.generators.generator import ModelReply
-    from quantkit.evaluation.results.evalscope_format import report
+    from quantkit.evaluation.results.report import evalscope_report
 
     class Replayed:
         name = "replayed"
@@ -134,7 +134,7 @@ def check_export():
         rows = {one.row["id"]: one.row for one in styles("aime24")}.values()
         (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = run_task(Replayed(), prepare("aime24", "r1", Path(folder), None, 3, None, 0), None)
-    mine = report("replayed", task)
+    mine = evalscope_report("replayed", task)
     read = Report.from_dict(mine)
     assert read.score == round(task.to_json()["accuracy"], 4), (
         read.score,

@@ -6,9 +6,11 @@ disk. Then it is unloaded (only its output head stays) and the candidate runs ov
 documents. Short documents share a forward pass, each as a sequence of its own. So memory holds one
 model and at most seq_len tokens, or the longest reply, and disk holds (layers + 1) x hidden values of
 the baseline's dtype for each of the first _TRACED_TOKENS tokens, and one layer's for further ones,
-until the end.
+until the end. The figures, the table along the text, and the plots are in ppl.json and ppl.html.
 """
 
+import json
+import math
 import sys
 import tempfile
 import warnings
@@ -20,11 +22,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit import __version__
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.atomic_write import check_writable
+from quantkit.checkpoint.output_dir import check_results_folder
+from quantkit.common.atomic_write import check_writable, make_folder, write_atomic
 from quantkit.common.devices import find_device
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
+from quantkit.common.pages import render_page
+from quantkit.common.plots import check_drawable
+from quantkit.common.result import finite
 from quantkit.evaluation.distance.documents import Window, read_documents, sliding_windows
 from quantkit.evaluation.distance.quality import (
     Quality,
@@ -37,15 +44,15 @@ from quantkit.evaluation.distance.quality import (
 from quantkit.evaluation.distance.replies import (
     greedy_paths,
     measure_endpoint,
+    read_replies,
     sample_replies,
     task_prompts,
 )
-from quantkit.evaluation.distance.report import check_report, write_report
-from quantkit.evaluation.distance.stored_replies import read_replies
 from quantkit.evaluation.distance.tracing import Trace, make_expert_counter, open_traced
 from quantkit.evaluation.generators.generator import reject_cache_option
 from quantkit.evaluation.generators.openai_server import is_url
 from quantkit.evaluation.options import PerplexityOptions
+from quantkit.evaluation.results.folder import local_models
 from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.executor.options import EngineOptions
 from quantkit.models import find_architecture, is_known
@@ -284,3 +291,33 @@ def _read(folder: Path, number: int, device: torch.device) -> Trace:
         return {int(number): value for (name, _, number), value in found if name == kind}
 
     return Trace(layers("hidden"), layers("topk_ids"), tensors["final"])
+
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def check_report(out: Path, *models: str | None) -> None:
+    """Before hours of work: raise QuantkitError where the report cannot be written to `out`."""
+    check_drawable()
+    check_results_folder(out, local_models(models))
+    make_folder(out)
+    check_writable(out / "ppl.json", "--out")
+
+
+def write_report(out: Path, model: str, baseline: str | None, quality: Quality) -> None:
+    about = {"model": model, "baseline": baseline, "quantkit": __version__}
+    write_atomic(out / "ppl.json", json.dumps(finite(about | quality.to_json()), indent=1) + "\n")
+    drawable = math.isfinite(quality.ppl) and math.isfinite(quality.kl or 0.0)
+    page = render_page(
+        _TEMPLATE,
+        {"share": _share},
+        about=about,
+        quality=quality,
+        plots=quality.pictures() if drawable else [],
+    )
+    write_atomic(out / "ppl.html", page)
+
+
+def _share(value: float | None) -> str:
+    """In percent."""
+    return "-" if value is None else f"{100 * value:.2f}"

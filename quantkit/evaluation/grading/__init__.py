@@ -6,5 +6,5 @@ answers.py, numbers.py         find an answer: box, statement, last sentence; re
 choices.py                     multiple choice
 expressions.py, math_equal.py  mathematics, compared by math-verify
 programs.py, code_blocks.py    programs, run in the sandbox
-instructions.py, languages.py, sentences.py   IFEval
+instructions.py                IFEval
 """

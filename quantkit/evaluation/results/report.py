@@ -3,6 +3,10 @@
 report.html is one self-contained page: scores, warnings, the verdict against the baseline, plots,
 and replies next to the baseline's with the prompts as sent, failures first. Replies are filtered by
 reason without a script.
+
+The export in evalscope's report schema (version 2) is one JSON per task, for dashboards that read
+its folders: OUT/reports/MODEL/TASK.json. The schema has no field for an interval; those are in
+results.json only.
 """
 
 import json
@@ -13,10 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quantkit.common.atomic_write import write_atomic
+from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.baseline import Baseline
-from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.folder import write_samples
 from quantkit.evaluation.results.pages import (
     ACCURACY,
@@ -28,8 +31,8 @@ from quantkit.evaluation.results.pages import (
     tokens_plot,
 )
 from quantkit.evaluation.results.published import published_scores
-from quantkit.evaluation.results.task_results import EvalResults, TaskResult
-from quantkit.evaluation.statistics.estimates import interval, problem_means
+from quantkit.evaluation.results.task_results import EvalResults, TaskResult, grouped
+from quantkit.evaluation.statistics.estimates import interval, pass_at_k, problem_means
 from quantkit.evaluation.tasks.prompts import prompt_parts
 
 FAILURES, SUCCESSES = 60, 20  # problems shown per task
@@ -52,7 +55,7 @@ def write_results(
     ]
     write_samples(results.out / "prompts.jsonl", prompts)
     if export == "evalscope":
-        write_reports(results.out / "evalscope", results)
+        write_evalscope(results.out / "evalscope", results)
     write_atomic(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
     try:
         write_report(results.out / "report.html", results, reference)
@@ -164,3 +167,41 @@ def _replies(task: TaskResult, baseline: Baseline | None) -> list[dict[str, Any]
         found.values(),
         key=lambda one: (one["ours"]["correct"], one["solved"] - (one["baseline_solved"] or 0.0)),
     )
+
+
+_LONGEST_NAME = 60  # characters; at most 240 bytes of the 255 that a name may have
+
+
+def write_evalscope(out: Path, results: EvalResults) -> None:
+    # evalscope's name of the folder; a server may give a name that is no name of a folder.
+    name = re.sub(r"[\x00-\x1f/]", "__", results.model)[:_LONGEST_NAME]
+    folder = out / "reports" / (name if name.strip(".") else "model")
+    make_folder(folder)
+    for name, task in results.tasks.items():
+        text = json.dumps(evalscope_report(results.model, task), indent=4, ensure_ascii=False)
+        write_atomic(folder / f"{name.replace('-', '_')}.json", text + "\n")
+
+
+def evalscope_report(model: str, task: TaskResult) -> dict[str, Any]:
+    """One task as evalscope's Report. As there, `num` counts samples and scores are rounded to
+    four digits."""
+    about, repeats, num = task.setting.task, task.setting.repeats, len(task.graded)
+    groups = grouped((one.problem.group or "default", one.grade.correct) for one in task.graded)
+    best = pass_at_k(task.table().values(), repeats)
+    page = render(
+        "evalscope.json.j2",
+        model=model,
+        task=task,
+        about=about,
+        dataset=about.name.replace("-", "_"),
+        num=num,
+        repeats=repeats,
+        subsets=[_subset(name, sum(one), len(one)) for name, one in sorted(groups.items())],
+        best=[] if best is None or repeats == 1 else [_subset("default", best * num, num)],
+    )
+    found: dict[str, Any] = json.loads(page)
+    return found
+
+
+def _subset(name: str, points: float, num: int) -> dict[str, Any]:
+    return {"name": name, "points": points, "num": num, "score": points / num}

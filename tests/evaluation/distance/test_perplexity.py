@@ -17,7 +17,7 @@ from quantkit.evaluation.distance import perplexity
 from quantkit.evaluation.distance.documents import read_documents, sliding_windows
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Sums, summarize
-from quantkit.evaluation.distance.stored_replies import read_replies
+from quantkit.evaluation.distance.replies import read_replies
 from quantkit.evaluation.distance.tracing import open_traced
 from quantkit.evaluation.options import PerplexityOptions
 from quantkit.executor.weights.load import load_model

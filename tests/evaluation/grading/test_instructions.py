@@ -6,9 +6,13 @@ from graded import graded
 from refused import refused
 
 from quantkit.evaluation.grading.graders import find_grader
-from quantkit.evaluation.grading.instructions import CHECKS, check_instructions
-from quantkit.evaluation.grading.languages import language_of
-from quantkit.evaluation.grading.sentences import capital_words, count_sentences
+from quantkit.evaluation.grading.instructions import (
+    CHECKS,
+    capital_words,
+    check_instructions,
+    count_sentences,
+    language_of,
+)
 
 LESS, MORE = {"relation": "less than"}, {"relation": "at least"}
 # id, parameters, a reply that follows, one that does not

@@ -13,7 +13,7 @@ from two_runs import write_runs
 
 from quantkit import QuantkitError
 from quantkit.common.assets import builtin_model
-from quantkit.evaluation.distance.stored_replies import read_replies
+from quantkit.evaluation.distance.replies import read_replies
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.baseline import compare_runs, write_page
 from quantkit.tokenizer.chat import ChatTokenizer

@@ -5,7 +5,7 @@ import pytest
 from replay_server import ReplayServer
 
 from quantkit.evaluation.options import EvaluateOptions
-from quantkit.evaluation.results.evalscope_format import report
+from quantkit.evaluation.results.report import evalscope_report
 from quantkit.evaluation.run import run_evaluation
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -98,7 +98,7 @@ def test_the_page_says_what_matters(run):
 def test_the_export_has_evalscopes_shape(run):
     results, out = run
     told = json.loads((out / "evalscope" / "reports" / "quantized" / "aime24.json").read_text())
-    assert told == report("quantized", results.tasks["aime24"])
+    assert told == evalscope_report("quantized", results.tasks["aime24"])
     accuracy, best = told["metrics"]
     assert (told["schema_version"], told["name"], told["num"]) == (2, "quantized@aime24", 12)
     said = {"name": "accuracy", "aggregation": "mean", "dimensions": {}}
