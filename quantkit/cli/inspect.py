@@ -277,7 +277,7 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
     if model is not None:
         from quantkit.checkpoint.hub import find_model
         from quantkit.checkpoint.reader import Checkpoint
-        from quantkit.executor.weights.linear_shapes import products
+        from quantkit.executor.weights.tp_shares import products
 
         wanted = products(Checkpoint.open(find_model(model)), tp)
         console.notify(

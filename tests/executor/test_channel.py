@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from quantkit.executor.ranks import channel
-from quantkit.executor.ranks.channel import Channel
+from quantkit.executor.ranks import parallel
+from quantkit.executor.ranks.parallel import Channel
 
 
 class Meeting:
@@ -46,7 +46,7 @@ def test_messages_arrive_in_order(ends):
 
 
 def test_a_late_message_arrives(ends, monkeypatch):
-    monkeypatch.setattr(channel, "SPIN_SECONDS", 0.01)
+    monkeypatch.setattr(parallel, "SPIN_SECONDS", 0.01)
     first, second = ends
     timer = threading.Timer(0.1, lambda: first.send("late"))
     timer.start()

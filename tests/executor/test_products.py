@@ -12,8 +12,8 @@ from tiny_models import CONFIGS, random_tensors
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.weights.linear_shapes import products
 from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.tp_shares import products
 
 
 def made(architecture, scheme, folder):

@@ -7,7 +7,7 @@ from engines import load, tokens
 from tiny_models import CONFIGS, random_tensors
 
 from quantkit import SamplingParams
-from quantkit.executor.runner import repeated_steps
+from quantkit.executor.runner import graphs
 
 FAMILIES = [
     "llama",
@@ -51,7 +51,7 @@ def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
     engine = load(path, max_batch=3)
     expected, kept = tokens(engine, PROMPTS, PARAMS), engine.runner._repeated._steps
     bytes_of = {size[:2]: recording.nbytes for size, (_, _, recording) in kept.items()}
-    monkeypatch.setattr(repeated_steps, "MOST_BYTES", bytes_of[2, 2] + bytes_of[1, 2])
+    monkeypatch.setattr(graphs, "MOST_BYTES", bytes_of[2, 2] + bytes_of[1, 2])
     small = load(path, max_batch=3)
     assert tokens(small, PROMPTS, PARAMS) == expected
     assert [size[:2] for size in small.runner._repeated._steps] == [(2, 2), (1, 2)]

@@ -24,7 +24,7 @@ from quantkit.executor.runner.decode_batch import DevicePositions
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
-from quantkit.executor.speculation.prompt_lookup import NgramIndex
+from quantkit.executor.speculation.speculation import NgramIndex
 from quantkit.executor.weights.load import LoadedModel
 
 PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]

@@ -25,8 +25,7 @@ from quantkit_kernels import (
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.executor.cache.compressed_kv import CompressedKVCache
-from quantkit.executor.cache.pooled_index import PooledIndexCache
+from quantkit.executor.cache.compressed_kv import CompressedKVCache, PooledIndexCache
 from quantkit.executor.cache.sequence_state import RecurrentStates, RotatingCache
 from quantkit.models.context import NO_CODE_SCALES
 

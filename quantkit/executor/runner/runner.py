@@ -30,6 +30,7 @@ from quantkit.executor.runner.graphs import (
     DecodeSteps,
     DeviceCapture,
     Forward,
+    RepeatedSteps,
     SamplingGraph,
     TokenModel,
     power_of_two,
@@ -37,7 +38,6 @@ from quantkit.executor.runner.graphs import (
 )
 from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
 from quantkit.executor.runner.prompt_context import PrefillContext
-from quantkit.executor.runner.repeated_steps import RepeatedSteps
 from quantkit.executor.scheduler.data_parallel import DpPadding
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence
@@ -80,7 +80,7 @@ class ForwardPass:
 class Runner:
     """A model with its cache on one device. capture: captures decode steps, by default as the
     device allows. eager: why they must not be captured. repeats: whether eager ones are recorded and
-    repeated (repeated_steps.py). experts: the ranks that share the routed experts; with several,
+    repeated. experts: the ranks that share the routed experts; with several,
     passes are padded to `DpPadding`."""
 
     def __init__(

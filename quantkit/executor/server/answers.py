@@ -11,9 +11,15 @@ from typing import Any, ClassVar
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
-from quantkit.executor.server.reasoning import AnswerParts, PartsReader, ReasoningSplitter, joined
 from quantkit.executor.server.service import AnswerStream, Piece
-from quantkit.executor.server.tools.stream_parser import CallDelta, ToolCallSplitter
+from quantkit.executor.server.stream_parser import (
+    AnswerParts,
+    CallDelta,
+    PartsReader,
+    ReasoningSplitter,
+    ToolCallSplitter,
+    joined,
+)
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import THINK
 

@@ -16,8 +16,8 @@ from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader, usage
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES, first_unsupported
-from quantkit.executor.server.reasoning import AnswerParts
 from quantkit.executor.server.service import AnswerStream
+from quantkit.executor.server.stream_parser import AnswerParts
 from quantkit.executor.server.tools.formats import MAX_TOOLS
 from quantkit.tokenizer.chat import ChatTokenizer
 

@@ -25,9 +25,8 @@ from quantkit.executor.cache.cache import (
     PagedCache,
     check_cache_dtype,
 )
-from quantkit.executor.cache.compressed_kv import CompressedKVCache
+from quantkit.executor.cache.compressed_kv import CompressedKVCache, PooledIndexCache
 from quantkit.executor.cache.kv_channel_scales import equalize_kv_channels
-from quantkit.executor.cache.pooled_index import PooledIndexCache
 from quantkit.executor.cache.sequence_state import (
     RecurrentStates,
     RotatingCache,
@@ -38,7 +37,7 @@ from quantkit.executor.cache.sequence_state import (
 from quantkit.executor.options import EngineOptions, check_context
 from quantkit.executor.ranks.expert_parallel import ExpertRanks
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
-from quantkit.executor.weights.tp_checks import check_shares
+from quantkit.executor.weights.tp_shares import check_shares
 from quantkit.executor.weights.weights import ExecutorWeights, share_range
 from quantkit.models import find_block_head
 from quantkit.models.architecture import (

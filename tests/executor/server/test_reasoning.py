@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantkit.executor.server.reasoning import Parts, ReasoningSplitter
+from quantkit.executor.server.stream_parser import Parts, ReasoningSplitter
 
 CASES = [
     ("2+2 is 4\n</think>\n\nThe answer is 4.\n", True, Parts("2+2 is 4", "The answer is 4.\n")),

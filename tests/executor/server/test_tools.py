@@ -9,7 +9,7 @@ import pytest
 from refused import refused
 
 from quantkit.executor.sampling.grammar import Grammars
-from quantkit.executor.server.reasoning import joined
+from quantkit.executor.server.stream_parser import ToolCallSplitter, joined
 from quantkit.executor.server.tools.formats import (
     FORMATS,
     ToolTemplate,
@@ -18,7 +18,6 @@ from quantkit.executor.server.tools.formats import (
     template_format,
 )
 from quantkit.executor.server.tools.parsers import takes_text
-from quantkit.executor.server.tools.stream_parser import ToolCallSplitter
 from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTemplate, ChatTokenizer
 
