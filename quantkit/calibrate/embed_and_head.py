@@ -28,8 +28,11 @@ class EmbedAndHead(Protocol):
         """Token ids of sequences -> input of the first layer, float32 [T, H], the sequences
         concatenated; packed (`pack_streams`) with several residual streams."""
 
+    def merged(self, hidden: Tensor) -> Tensor:
+        """hidden after the last layer as one stream, before the final norm, [T, H]."""
+
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] after the last layer -> input of the head, [T, H]."""
+        """hidden after the last layer -> input of the head, [T, H]."""
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         """Products [T, R] with rows first .. first + R of the head -> the logits of these tokens,
@@ -64,7 +67,6 @@ class TableEmbedAndHead:
         return rms_norm(merged, gain, self.eps) if len(gain) == merged.shape[1] else merged
 
     def merged(self, hidden: Tensor) -> Tensor:
-        """hidden after the last layer as one stream, [T, H]."""
         if self.streams is None:
             return hidden
         weights = LayerWeights(self.source.dequantized_all(self._end))

@@ -9,6 +9,10 @@ of g g^T, g the gradient of log p(y) with respect to the stream through the fina
 y drawn from p (arXiv 2505.22988 obtains it by backpropagation through the whole model, which a
 model streamed layer by layer does not allow).
 
+Several residual streams are mixed by numbers of each token, so an error of a sublayer's output
+reaches every stream, its readers and the end as a multiple of itself: M is then that of the merged
+stream, and what the factors do is neglected.
+
 The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all tokens are held whole.
 One pass over blocks of the vocabulary keeps, for every token, the largest logit so far and the sums
 relative to it, rescaled when a larger one comes (arXiv 1805.02867).
@@ -19,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.embed_and_head import EmbedAndHead
@@ -165,21 +168,20 @@ def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
 
 def cost_to_next_token(
     hidden: Tensor,
+    x: Tensor,
     gain: Tensor,
     eps: float,
     head: Iterable[Tensor],
-    embed_and_head: EmbedAndHead | None = None,
+    logits: Logits = products,
+    centred: bool = False,
 ) -> Tensor:
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
     scaled to trace 1: the covariance of the gradients of drawn tokens.
 
-    gain [H], eps: of the final norm; head: its rows, in blocks float32 [R, H]. embed_and_head: of a
-    model whose final norm is not an RMSNorm, or whose logits are not the products themselves; a
-    nonlinearity of the logits, such as a cap, is neglected in the gradient.
+    x [T, H]: the same after the final norm, of gain [H] and eps, which subtracts the mean if
+    `centred`; head: its rows, in blocks float32 [R, H]. A nonlinearity of the logits, such as a
+    cap, is neglected in the gradient.
     """
-    x = rms_norm(hidden, gain, eps) if embed_and_head is None else embed_and_head.final_norm(hidden)
-    logits = products if embed_and_head is None else embed_and_head.logits
-    centred = embed_and_head is not None and embed_and_head.centred
     drawn = draw_rows(x, head, logits)
     drawn -= drawn.mean(0)
     around = hidden - hidden.mean(-1, keepdim=True) if centred else hidden
@@ -228,7 +230,7 @@ class ResidualStream:
         source: ParameterReader,
         rows: Sequence[Parameter],
         groups: Sequence[ScaleGroup],
-        embed_and_head: EmbedAndHead | None = None,
+        embed_and_head: EmbedAndHead,
     ) -> None:
         self.source, self.embed_and_head = source, embed_and_head
         self.by_module = {row.module: row for row in rows}
@@ -238,9 +240,11 @@ class ResidualStream:
             (row for row in own if row.role in ("head", "embedding")),
             key=lambda row: row.role != "head",
         )  # or tied
-        shape = None if self.norm is None else self.norm.shape
-        self.activation_quant = [
-            g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == shape
+        self.shape = self.head.shape[1:]
+        self.reading = [
+            group
+            for group in groups
+            if group.producer_is_norm and self.by_module[group.producer].shape == self.shape
         ]
 
     def squared_gain(self, layer: int) -> Tensor | None:
@@ -256,21 +260,26 @@ class ResidualStream:
             (row for row in following if self.norm is not None and row.shape == self.norm.shape),
             self.norm,
         )
-        if norm is None:
-            return None
-        # A norm may have a gain for each of several streams.
-        return self.source.gain(norm).square().view(-1, self.head.shape[1]).mean(0)
+        return None if norm is None else self._squared(norm)
+
+    def _squared(self, norm: Parameter) -> Tensor:
+        """Squared gain [H], the mean over the streams of a norm that has one for each."""
+        return self.source.gain(norm).square().view(-1, *self.shape).mean(0)
 
     @sample_products()
     def next_token_cost(self, hidden: Tensor, eps: float) -> Tensor:
-        """`cost_to_next_token` [H, H] of some tokens of the stream hidden float32 [T, H]."""
+        """`cost_to_next_token` [H, H] of some tokens of the hidden states float32 [T, W]."""
         assert self.norm is not None, "no norm at the end of the stack"
+        some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
+        gain = self.source.gain(self.norm)
         return cost_to_next_token(
-            hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS],
-            self.source.gain(self.norm),
+            self.embed_and_head.merged(some),
+            self.embed_and_head.final_norm(some),
+            gain if gain.shape == self.shape else self._squared(self.norm).sqrt(),
             eps,
             self.source.blocks(self.head, BLOCK_ROWS),
-            self.embed_and_head,
+            self.embed_and_head.logits,
+            self.embed_and_head.centred,
         )
 
     @sample_products()
@@ -278,23 +287,22 @@ class ResidualStream:
         """Cost of an error in what the sublayer with these parameters writes, [H, H]. next_token:
         `next_token_cost` of the stream before its layer, which changes little within a layer. If
         none of the sublayer's norms is known to read the stream, only the next token counts."""
-        assert self.norm is not None, "no norm at the end of the stack"
         cost = next_token.clone()
         own = {row.module for row in sublayer}
         here = max(
-            (place for place, group in enumerate(self.activation_quant) if group.producer in own),
+            (place for place, group in enumerate(self.reading) if group.producer in own),
             default=None,
         )
         read = (
             None
             if here is None
-            else cost_to_readers(self._weights(self.activation_quant[here + 1 :][:READ_NORMS]))
+            else cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
         )
         if read is not None:
             cost += read
-        producers = {group.producer for group in self.activation_quant}
+        producers = {group.producer for group in self.reading}
         for row in sublayer:
-            if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
+            if row.role == "norm" and row.shape == self.shape and row.module not in producers:
                 gain = self.source.gain(
                     row
                 )  # of a norm between the sublayer's output and the stream

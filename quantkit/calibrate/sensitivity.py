@@ -2,8 +2,9 @@
 original weights.
 
 Within a sublayer, every group of linears that must share a grid is rounded to nearest on each
-candidate grid, the sublayer is run, and the error in the residual stream is weighted by its cost
-(output_cost.py). That cost has no common unit across layers, so each sublayer is also measured: a
+candidate grid, the sublayer is run, and the error in the residual stream, or in each of several, is
+weighted by its cost (output_cost.py). What a layer computes from the sum of its experts' outputs
+is computed for every error. That cost has no common unit across layers, so each sublayer is also measured: a
 second path leaves the original one with all of the sublayer rounded, runs through the original
 weights to the head, and its KL there gives the value of a unit of the sublayer's cost. Costs of
 groups add up: errors are small and have no common sign.
@@ -35,6 +36,7 @@ from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_p
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,
+    AfterExperts,
     LayerWeights,
     RoutedTokens,
     RoutingRecorder,
@@ -42,6 +44,7 @@ from quantkit.calibrate.sublayer import (
     no_experts,
     run_attention,
     run_feed_forward,
+    run_without_post_moe,
     sublayer_of,
 )
 from quantkit.checkpoint.header import save_tensors
@@ -178,7 +181,7 @@ class SensitivityPass:
             choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()
         }
         groups = [group for layer in model.layers for group in model.groups[layer]]
-        self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
+        self.residual = ResidualStream(model.weights, model.rows, groups, self.embed_and_head)
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[Tensor]) -> Sensitivities:
@@ -218,38 +221,54 @@ class SensitivityPass:
     def _sublayer(
         self, sublayer: Sublayer, layer: int, hidden: Tensor, lengths: list[int], found: _Found
     ) -> Tensor:
-        """All paths [P, T, H] through the original sublayer, followed by the one that leaves the
+        """All paths [P, T, W] through the original sublayer, followed by the one that leaves the
         original path here."""
-        weights = self.model.weights
-        tensors, base = weights.dequantized_all(sublayer.needed), hidden[0]
+        weights, tokens = self.model.weights, hidden.shape[1]
+        tensors = weights.dequantized_all(sublayer.needed)
         cost = self.residual.cost(
             self.model.units[sublayer.name],
-            self.residual.next_token_cost(base, self.model.config.rms_norm_eps),
+            self.residual.next_token_cost(hidden[0], self.model.config.rms_norm_eps),
         )
-        recorder = RoutingRecorder(len(hidden) * len(base))
-        after = _run(sublayer, tensors, hidden.flatten(0, 1), lengths * len(hidden), recorder)
-        routed = recorder.routed(len(base), len(base))
-        error_product = self._linears(
-            sublayer, tensors, base, lengths, after[: len(base)].clone(), cost, found
+        before, end = hidden.flatten(0, 1), None
+        if sublayer.name == feed_forward_unit(layer):
+            end = AfterExperts.of(self.model, layer)
+        if end is not None:
+            sublayer, before = replace(sublayer, run=run_without_post_moe), end.padded(before)
+        recorder = RoutingRecorder(len(before))
+        after = _run(sublayer, tensors, before, lengths * len(hidden), recorder)
+        routed, without_experts = recorder.routed(tokens, tokens), after[:tokens].clone()
+        choice, errors, share = (
+            (None, {}, 0.0) if routed is None else self._experts(layer, routed, after, found)
         )
-        if routed is not None:
-            error_product += self._experts(layer, routed, after, cost, found)
-        found.probed[sublayer.name] = _cost_of(error_product, cost)
-        after = after.view(hidden.shape)
-        return torch.cat((after, (after[0] + error_product)[None]))
+        count = self.model.config.stream_count
+        own = _OriginalPath(before[:tokens], after[:tokens], lengths, end, cost, count)
+        error = self._linears(sublayer, tensors, without_experts, own, found)
+        if choice is not None:
+            found.costs[choice.name] = {
+                grid_label(grid): share * own.cost_of(one) for grid, one in errors.items()
+            }
+            found.units[choice.name] = sublayer.name
+            if (grid := self.solvers.grid_of(choice.modules[0])) in errors:
+                error += errors[grid]
+        found.probed[sublayer.name] = own.cost_of(error)
+        every = torch.cat((after, own.partial + error))
+        if end is not None:
+            kept = torch.cat((before, own.before))[:, : end.width]
+            states = HiddenStates(every, 0, lengths * (len(hidden) + 1), BATCH_TOKENS)
+            end.finish_(states, kept)
+            every = states.hidden
+        return every.view(len(hidden) + 1, tokens, -1)
 
     def _linears(
         self,
         sublayer: Sublayer,
         tensors: dict[str, Tensor],
-        base: Tensor,
-        lengths: list[int],
         exact: Tensor,
-        cost: Tensor,
+        own: "_OriginalPath",
         found: _Found,
     ) -> Tensor:
         """Measure every group of linears except routed experts; returns the error of all of them
-        rounded together, [T, H]."""
+        rounded together, [T, W]. exact [T, W]: the original path without routed experts."""
         together: dict[str, Tensor] = {}
         rounding: dict[str, ActivationQuant] = {}
         for row in sublayer.rows:
@@ -264,25 +283,31 @@ class SensitivityPass:
                 )
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
                 reads = dict.fromkeys(modules, solver.activation_quant())
-                error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
-                found.costs.setdefault(choice.name, {})[grid_label(grid)] = _cost_of(error, cost)
+                after = _run(sublayer, tensors | values, own.before, own.lengths, no_experts, reads)
+                found.costs.setdefault(choice.name, {})[grid_label(grid)] = own.cost_of(
+                    after - exact
+                )
                 found.units[choice.name] = sublayer.name
                 if grid == self.solvers.grid_of(choice.modules[0]):
                     together |= values
                     rounding |= reads
         if not together:
-            return torch.zeros_like(base)
-        return _run(sublayer, tensors | together, base, lengths, no_experts, rounding) - exact
+            return torch.zeros_like(exact)
+        after = _run(sublayer, tensors | together, own.before, own.lengths, no_experts, rounding)
+        return after - exact
 
     def _experts(
-        self, layer: int, routed: RoutedTokens, after: Tensor, cost: Tensor, found: _Found
-    ) -> Tensor:
-        """Add the outputs of the original routed experts to all paths `after` [P * T, H]; returns
-        the error of the rounded ones."""
+        self, layer: int, routed: RoutedTokens, after: Tensor, found: _Found
+    ) -> tuple[LinearGroup | None, dict[Grid, Tensor], float]:
+        """Add the outputs of the original routed experts to all paths `after` [P * T, W]. Returns
+        their group, the error [T, W] of the measured ones rounded to each grid, and the factor of
+        its cost for that of all."""
         experts, count = self.model.experts(layer), routed.fitted
-        choice, grids = self.by_module.get(next(iter(experts.values())).gate.module, (None, ()))
+        first = next(iter(experts.values()))
+        choice, grids = self.by_module.get(first.gate.module, (None, ()))
         found.asked[str(layer)] = routed.counts(len(experts)).tolist()
         sensed = set(list(experts)[:: max(1, len(experts) // SENSED_EXPERTS)]) if choice else set()
+        outputs = after[:, : first.down.shape[0]]
         errors = {grid: torch.zeros_like(after[:count]) for grid in grids}
         asked = {True: 0.0, False: 0.0}
         for number, rows in experts.items():
@@ -293,25 +318,14 @@ class SensitivityPass:
             )
             tokens, w = routed.of(number)
             exact = own(routed.x[tokens]).mul_(w[:, None])
-            after.index_add_(0, tokens, exact)
+            outputs.index_add_(0, tokens, exact)
             base = int((tokens < count).sum())
             tokens, w = tokens[:base], w[:base]
             asked[number in sensed] += float(w.square().sum())
             for grid in grids if number in sensed and base else ():
-                errors[grid].index_add_(
-                    0,
-                    tokens,
-                    self._rounded(rows, own, grid, routed.x[tokens]).mul_(w[:, None])
-                    - exact[:base],
-                )
-        if choice is None:
-            return torch.zeros_like(after[:count])
-        of_all = sum(asked.values()) / asked[True] if asked[True] else 0.0
-        found.costs[choice.name] = {
-            grid_label(grid): of_all * _cost_of(error, cost) for grid, error in errors.items()
-        }
-        found.units[choice.name] = feed_forward_unit(layer)
-        return errors.get(self.solvers.grid_of(choice.modules[0]), torch.zeros_like(after[:count]))
+                rounded = self._rounded(rows, own, grid, routed.x[tokens]).mul_(w[:, None])
+                errors[grid][:, : exact.shape[1]].index_add_(0, tokens, rounded - exact[:base])
+        return choice, errors, sum(asked.values()) / asked[True] if asked[True] else 0.0
 
     def _rounded(self, rows: GatedMlp, own: ExpertWeights, grid: Grid, x: Tensor) -> Tensor:
         """Output of an expert rounded to nearest, for x [n, H]."""
@@ -394,6 +408,34 @@ def _run(
     return after
 
 
-def _cost_of(error: Tensor, cost: Tensor) -> float:
-    """Mean over tokens of e^T C e; error [T, H], cost [H, H]."""
-    return float((error @ cost).mul_(error).sum(-1).mean())
+@dataclass(frozen=True)
+class _OriginalPath:
+    """Around one sublayer. before [T, W]; partial [T, W]: after it, but for what `end` computes
+    from the experts' sum; cost [H, H]: of an error in each of the `count` residual streams."""
+
+    before: Tensor
+    partial: Tensor
+    lengths: list[int]
+    end: AfterExperts | None
+    cost: Tensor
+    count: int
+
+    def cost_of(self, error: Tensor) -> float:
+        """Mean over tokens of e^T C e, summed over the streams, for an error [T, W] of
+        `partial`."""
+        if self.end is not None:
+            error = self._finished(self.partial + error) - self.exact
+        size = len(self.cost)
+        streams = error[:, : self.count * size].unflatten(-1, (self.count, size))
+        return float((streams @ self.cost).mul_(streams).sum((-2, -1)).mean())
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The original path after the sublayer, [T, W]."""
+        return self._finished(self.partial.clone())
+
+    def _finished(self, partial: Tensor) -> Tensor:
+        assert self.end is not None
+        states = HiddenStates(partial, 0, self.lengths, BATCH_TOKENS)
+        self.end.finish_(states, self.before[:, : self.end.width])
+        return states.hidden

@@ -11,6 +11,7 @@ Routed experts are not included: `experts` is any operator that the caller passe
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
@@ -453,37 +454,58 @@ def run_without_post_moe(block: DecoderLayer, hidden: Tensor, lengths: list[int]
     return after
 
 
+class AfterExperts:
+    """What a layer computes from the sum of all experts' outputs: openPangu-Ultra-MoE's norm,
+    DeepSeek-V4's hyper-connection, Kimi-K3's linear back from the latent space.
+
+    Routed experts add their outputs one after the other to the first `width` channels of the hidden
+    states, which meanwhile hold their previous values plus the sum, and in `extra` further channels
+    the output of linears parallel to the experts that is read there too, as in Gemma 4.
+    """
+
+    def __init__(self, model: SourceModel, layer: int) -> None:
+        self.model, self.layer, self.width = model, layer, model.config.mlp_output_width
+        parallel = (row for row in model.layer_rows(layer) if row.parallel_to_experts)
+        self.extra = sum(row.shape[0] for row in parallel)
+
+    @classmethod
+    def of(cls, model: SourceModel, layer: int) -> "AfterExperts | None":
+        """None for a layer that only adds the sum to its residual stream."""
+        late = any(row.after_experts for row in model.layer_rows(layer))
+        return cls(model, layer) if late else None
+
+    @cached_property
+    def block(self) -> DecoderLayer:
+        return bare_layer(self.model, self.layer)
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """hidden [T, W] with room for the parallel linears."""
+        return F.pad(hidden, (0, self.extra)) if self.extra else hidden
+
+    def finish_(self, states: HiddenStates, before: Tensor) -> None:
+        """Replace the hidden states by those after the layer. before [T, width]: their first
+        channels before any expert."""
+        for batch in states.batches():
+            hidden = states.hidden[batch.part]
+            summed = hidden[:, : self.width] - before[batch.part]
+            hidden[:, : self.width] = before[batch.part]
+            context = CausalContext(batch.lengths, hidden.device)
+            after = self.block.add_mlp_output(hidden, summed, context)
+            hidden[:, : after.shape[1]] = after
+        states.hidden = states.hidden[:, : states.hidden.shape[1] - self.extra].contiguous()
+
+
 @contextmanager
 def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) -> Iterator[Run]:
-    """Context manager that returns how the layer's MLP or expert half is run.
-
-    Some layers compute something from the sum of all experts' outputs: openPangu-Ultra-MoE's norm,
-    DeepSeek-V4's hyper-connection. Routed experts add their outputs one after the other to the
-    first channels of the hidden states, which meanwhile hold their previous values plus the sum,
-    and in further channels the output of linears parallel to the experts that is read there too, as
-    in Gemma 4. On exit all experts have added theirs, and the rest of the layer is computed.
-    """
-    if not any(row.after_experts for row in model.layer_rows(layer)):
+    """Context manager that returns how the layer's MLP or expert half is run. On exit all experts
+    have added their outputs, and the rest of the layer is computed (`AfterExperts`)."""
+    end = AfterExperts.of(model, layer)
+    if end is None:
         yield run_feed_forward
         return
-    width, extra = (
-        model.config.mlp_output_width,
-        sum(row.shape[0] for row in model.layer_rows(layer) if row.parallel_to_experts),
-    )
-    kept = [
-        (path, path.hidden[:, :width].clone()) for path in paths
-    ]  # experts only add to these channels
+    kept = [(path, path.hidden[:, : end.width].clone()) for path in paths]
     for path, _ in kept:
-        path.hidden = F.pad(path.hidden, (0, extra)) if extra else path.hidden
+        path.hidden = end.padded(path.hidden)
     yield run_without_post_moe
-    block = bare_layer(model, layer)
     for path, before in kept:
-        for batch in path.batches():
-            states = path.hidden[batch.part]
-            summed = states[:, :width] - before[batch.part]
-            states[:, :width] = before[batch.part]
-            after = block.add_mlp_output(
-                states, summed, CausalContext(batch.lengths, states.device)
-            )
-            states[:, : after.shape[1]] = after
-        path.hidden = path.hidden[:, : path.hidden.shape[1] - extra].contiguous()
+        end.finish_(path, before)

@@ -101,7 +101,7 @@ class Walk:
         self.model, self.solvers, self.log = model, solvers, log
         self.ranks, self.batches, self.cache = ranks, batches, cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
-        self.residual = ResidualStream(model.weights, model.rows, groups, embed_and_head)
+        self.residual = ResidualStream(model.weights, model.rows, groups, self.embed_and_head)
         self.rtn: RtnRun | None = None
         self.path: ReferenceRun | None = None
         """Of the calibration tokens, if the recipe corrects for drift."""
@@ -267,17 +267,16 @@ class Walk:
 
     def _next_token_cost(self, layer: int, states: HiddenStates) -> Tensor | None:
         """Of an error in the stream of this layer, evaluated before it, so that a resumed run finds
-        the same. None in an MTP layer, and with several residual streams, which mix."""
+        the same. None in an MTP layer."""
         weighted = (
             self.solvers.compensates
             and self.solvers.recipe.output_curvature
             and self.residual.norm is not None
-            and self.model.config.stream_count == 1
         )
         if layer not in self.model.layers or not weighted:
             return None
-        stream = states.hidden[: states.fitted, : self.model.config.hidden_size]
-        return self.residual.next_token_cost(stream, self.model.config.rms_norm_eps)
+        hidden = states.hidden[: states.fitted]
+        return self.residual.next_token_cost(hidden, self.model.config.rms_norm_eps)
 
     def _output_cost(self, unit: str, layer: int, next_token: Tensor | None) -> Curvature | None:
         """Cost of an error in what this sublayer writes. None if it is unknown, or an earlier run

@@ -1,5 +1,6 @@
 """A view of a checkpoint with fewer routed experts: fewer tensors, under the smaller model's names,
-and routers with fewer rows."""
+routers with fewer rows, and tables of experts by token id with the numbers of those that are left.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.checkpoint.reader import Checkpoint, CheckpointView
@@ -16,10 +18,12 @@ from quantkit.checkpoint.shards import CPU
 @dataclass(frozen=True)
 class TensorSelection:
     """The part of a checkpoint that a pruned view shows. names: name in the view -> stored name, of
-    every tensor. rows: of tensors sliced along their first dimension, the rows to keep by name."""
+    every tensor. rows: of tensors sliced along their first dimension, the rows to keep by name.
+    routers: of tables of expert ids, the router by name, whose rows are those of its experts."""
 
     names: Mapping[str, str]
     rows: Mapping[str, Sequence[int]]
+    routers: Mapping[str, str]
 
 
 class PrunedCheckpoint(CheckpointView):
@@ -49,7 +53,10 @@ class PrunedCheckpoint(CheckpointView):
         return set(self.base.tensors) - set(self._selection.names.values())
 
     def read(self, name: str, device: torch.device = CPU) -> Tensor:
-        rows = self._selection.rows.get(name)
+        rows, router = self._selection.rows.get(name), self._selection.routers.get(name)
+        if router is not None:
+            table, weight = super().read(name, device), self.base.read(router, device)
+            return renumbered(table, weight.float(), self._selection.rows[router])
         if rows is None:
             return super().read(name, device)
         return self.base.read(self._selection.names[name], device)[list(rows)]
@@ -64,3 +71,23 @@ def _select(base: Checkpoint, selection: TensorSelection) -> dict[str, TensorInf
         shape = info.shape if rows is None else (len(rows), *info.shape[1:])
         selected[name] = replace(info, name=name, shape=shape)
     return selected
+
+
+def renumbered(table: Tensor, router: Tensor, kept: Sequence[int]) -> Tensor:
+    """table int [V, k] of expert ids by token id, with numbers among the `kept` experts, of which
+    there are k at least. A token's pruned expert is replaced by the kept one whose row of the
+    router [E, H] is most like its own, of those that the token does not have."""
+    size = table.shape[1]
+    directions = F.normalize(router, dim=1)
+    likeness = directions @ directions[list(kept)].t()
+    nearest = likeness.argsort(dim=1, descending=True, stable=True)[:, :size]
+    numbers = torch.full((len(router),), -1, dtype=torch.int64, device=table.device)
+    numbers[list(kept)] = torch.arange(len(kept), device=table.device)
+    made = numbers[table.long()]
+    for slot in range(size):
+        candidates = nearest[table[:, slot].long()]
+        taken = (candidates[:, :, None] == made[:, None, :]).any(-1)
+        # Of k candidates the other k - 1 experts of the token leave one.
+        first = candidates.gather(1, taken.int().argmin(1, keepdim=True))[:, 0]
+        made[:, slot] = torch.where(made[:, slot] < 0, first, made[:, slot])
+    return made.to(table.dtype)

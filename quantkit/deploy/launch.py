@@ -427,6 +427,12 @@ def _speculation(
 ) -> Command:
     if not draft_length:
         return ()
+    profile, format = find_engine(recipe.engine), checkpoint.format.name
+    if not profile.loads_drafts(checkpoint.config.get("model_type"), format):
+        raise QuantkitError(
+            f"{recipe.engine} does not load the layers of {checkpoint.path} that draft in {format}",
+            "leave out --draft-length",
+        )
     if checkpoint.has(DSPARK):
         return _block_speculation(recipe, topology, checkpoint, model, draft_length)
     if not recipe.speculation:

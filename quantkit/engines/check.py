@@ -52,6 +52,7 @@ def check_checkpoint(
             remedy = f"quantkit convert {checkpoint.path} OUT --format {target}"
         return [LoadProblem.error(f"{what} of {grid}{where}: {reason}", remedy)]
     general = check_model(profile, checkpoint, format.name, format.variant)
+    general += _check_drafts(profile, checkpoint)
     general += check_cache(profile, checkpoint, format.cache_codes(checkpoint.side))
     general += check_fp8_cache(profile, checkpoint)
     if any(problem.severity == "error" for problem in general):
@@ -146,18 +147,19 @@ def check_model(
         return [
             LoadProblem.error(
                 f"{engine} loads {model_type} in {' and '.join(formats)} only, not {format}",
-                "use another engine",
+                "give --format with one of these, or use another engine",
             )
         ]
+    fields = {**config, **(config.get("text_config") or {})}
     faults = [
         LoadProblem.error(
-            f"config.json has {key} = {config.get(key)!r}",
+            f"config.json has {key} = {fields.get(key)!r}",
             f"set it to {value!r}: {engine} reads it",
         )
         for key, value in profile.config.get(model_type, {}).items()
-        if config.get(key) != value
+        if fields.get(key) != value
     ]
-    missing = [key for key in profile.reads.get(model_type, ()) if key not in config]
+    missing = [key for key in profile.reads.get(model_type, ()) if key not in fields]
     if missing:
         faults.append(
             LoadProblem.error(
@@ -172,6 +174,16 @@ def check_model(
         for problem in dict.fromkeys(map(profile.unsupported_group_size, grids))
         if problem
     ]
+
+
+def _check_drafts(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadProblem]:
+    model_type, format = checkpoint.config.get("model_type"), checkpoint.format.name
+    if profile.loads_drafts(model_type, format):
+        return []
+    if not any(row.mtp and checkpoint.has(row.name) for row in read_model(checkpoint).rows):
+        return []
+    problem = f"{profile.engine} does not load the layers of {model_type} that draft in {format}"
+    return [LoadProblem.warning(problem, "run it without speculative decoding")]
 
 
 def check_shapes(

@@ -94,14 +94,6 @@ class GridOptions:
                 "grids cannot be chosen: the model does not end with a norm that quantkit knows",
                 "use --scheme alone",
             )
-        if any(row.after_experts for row in job.rows):
-            # The cost of an expert's error is measured where it is added, not after a norm or a
-            # mixing of streams.
-            message = (
-                f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a "
-                "norm, or several streams, after its experts"
-            )
-            raise QuantkitError(message, "use --keep, or --preset experts-only")
         if not any(len(grids) > 1 for grids in self.grids.values()):
             raise QuantkitError(
                 "there is nothing to choose: every linear may be on one grid only",

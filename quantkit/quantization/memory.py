@@ -173,7 +173,7 @@ def sensitivity_peak(work: RunSizes, layers: int) -> Peak:
     """
     paths, (least, most) = 2 * layers + 1, PATH_TOKENS
     tokens = paths * max(least, min(MOST_TOKENS // paths, work.tokens // 3 // paths, most))
-    hidden, moments = 3 * tokens * work.hidden_size * _FLOAT, []
+    hidden, moments = 3 * tokens * work.state_width * _FLOAT, []
     for unit, rows in work.units.items():
         linears = [_FLOAT * _values(row) for row in rows if row.module in work.quantized]
         if rows[0].layer is None or not linears:
@@ -185,6 +185,8 @@ def sensitivity_peak(work: RunSizes, layers: int) -> Peak:
             if any(row.role == "router" for row in rows)
             else 0
         )
+        if any(row.after_experts for row in rows):  # as in `calibrated_peak`
+            routed += _FLOAT * tokens * work.mlp_output_width
         weights = _FLOAT * sum(map(_values, rows)) + sum(linears) + (_SOLVED + 1) * max(linears)
         moments.append((weights + run + routed + 3 * _FLOAT * work.hidden_size**2, unit))
     logits = min(

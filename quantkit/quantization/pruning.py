@@ -11,7 +11,8 @@ that a stopped walk resumes.
 
 Every layer keeps the same number of experts, and every group of them the same share: engines read
 one number of experts, and groups are equal parts. Router rows and correction biases are removed
-with them, in MTP layers too.
+with them, in MTP layers too; a table of experts by token id gets others in the place of those that
+are gone (`checkpoint.pruned.renumbered`).
 """
 
 import json
@@ -225,12 +226,6 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
             f"the routed experts of {checkpoint.path} have biases, which are not pruned here",
             "quantize it without --prune",
         )
-    if any(row.role == "router_table" for row in rows):
-        message = (
-            f"layers of {checkpoint.path} choose experts by token id, and no table says which "
-            "others replace pruned ones"
-        )
-        raise QuantkitError(message, "quantize it without --prune")
     first = {
         layer: [
             group * sizes.of_group + number
@@ -416,7 +411,9 @@ def _kept(
             and row.shape[0] == experts
         ):
             cut[row.name] = kept[row.layer]
-    return TensorSelection(names, cut)
+    router = {row.layer: row.name for row in rows if row.role == "router"}
+    tables = {row.name: router[row.layer] for row in rows if row.role == "router_table"}
+    return TensorSelection(names, cut, tables)
 
 
 def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:

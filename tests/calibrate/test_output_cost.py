@@ -3,8 +3,10 @@ next token."""
 
 import pytest
 import torch
+from tiny_models import write
 from torch.nn import functional as F
 
+from quantkit.calibrate.embed_and_head import TableEmbedAndHead
 from quantkit.calibrate.output_cost import (
     BLOCK_ROWS,
     ResidualStream,
@@ -21,6 +23,7 @@ from quantkit.calibrate.source_model import (
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import deepseek_v3
+from quantkit.models.stored_parameters import read_model
 
 H, EPS = 8, 1e-6
 
@@ -42,7 +45,8 @@ def test_draws_give_the_fisher_information(rows):
             (g,) = torch.autograd.grad(log, x, retain_graph=True)
             exact += log.detach().exp() * g[:, None] * g
     exact /= exact.trace()
-    found = cost_to_next_token(hidden.float(), gain.float(), EPS, head.float().split(rows))
+    normed = F.rms_norm(hidden, (H,), gain, EPS).float()
+    found = cost_to_next_token(hidden.float(), normed, gain.float(), EPS, head.float().split(rows))
     assert float((found.double() - exact).norm() / exact.norm()) < 0.03
 
 
@@ -65,16 +69,13 @@ def test_the_next_two_norms_of_the_model_read():
     ]
     units = units_of(rows, groups)
     source = ParameterReader(checkpoint, torch.device("cpu"))
-    readers = ResidualStream(source, rows, groups)
+    readers = ResidualStream(source, rows, groups, TableEmbedAndHead(source, rows, config))
     by_module = {
         row.module: source.dequantized(row)
         for row in rows
         if row.layer in (0, 1) and row.expert is None
     }
-    hidden = torch.randn(50, config.hidden_size)
-    head = cost_to_next_token(
-        hidden, source.dequantized(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS)
-    )
+    head = readers.next_token_cost(torch.randn(50, config.hidden_size), EPS)
 
     last = feed_forward_unit(config.num_hidden_layers - 1)
     # nobody but the head reads what it writes
@@ -95,6 +96,32 @@ def test_the_next_two_norms_of_the_model_read():
         for reader in modules
     )
     torch.testing.assert_close(readers.cost(units[attend_unit(0)], head), head + expected)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41", "kimi_k3", "qwen4_exp"])
+def test_what_is_dear_in_several_streams_moves_the_next_token(name, tmp_path):
+    """Errors of one size that are added to every stream, along the dearest half of the directions
+    and along the cheapest."""
+    checkpoint = Checkpoint.open(write(tmp_path / name, name))
+    model, generator = read_model(checkpoint), torch.Generator().manual_seed(1)
+    config, source = model.config, ParameterReader(checkpoint, torch.device("cpu"))
+    ends = TableEmbedAndHead(source, model.rows, config)
+    stream = ResidualStream(source, model.rows, [], ends)
+    count, width = config.stream_count, config.stream_count * config.hidden_size
+    hidden = ends.embed([torch.arange(10, 300)])
+    hidden[:, :width] += 0.3 * torch.randn(len(hidden), width, generator=generator)
+    order = torch.linalg.eigh(stream.next_token_cost(hidden, config.rms_norm_eps))[1]
+    halves = order.tensor_split(2, dim=1)
+
+    def kl(directions):
+        along = torch.randn(len(hidden), directions.shape[1], generator=generator)
+        moved = hidden.clone()
+        moved[:, :width] += 0.1 * (along @ directions.t()).repeat(1, count)
+        before, after = (ends.final_norm(one) for one in (hidden, moved))
+        return compare_paths(before, [after], source.blocks(stream.head, BLOCK_ROWS))[0].kl
+
+    cheap, dear = map(kl, halves)
+    assert dear > 1.3 * cheap
 
 
 @pytest.mark.parametrize("rows", [7, 64, 1000])

@@ -133,8 +133,9 @@ def test_choices():
 
 def test_parts_and_formats_may_be_a_models_own(tmp_path):
     """vLLM builds GLM-5.3-Flash's attention without the checkpoint's quantization; SGLang renames
-    scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone; it joins Qwen3.8-Flash-Next's q, k and v with its
-    indexer's linear."""
+    scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone; it joins
+    Qwen3.8-Flash-Next's q, k and v with its indexer's linear. Of DeepSeek-V4 SGLang loads nothing that is
+    quantized here, and vLLM no draft layer."""
 
     def written(source, name, out, format="auto", engine=None):
         recipe = Recipe(scheme=name, methods=())
@@ -157,6 +158,23 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
         written(source, "rtn-w4a16", "awq4", engine="vllm")
     told = errors("vllm", written(tmp_path / "glm5_next", "rtn-w4a16", "whole"))
     assert any("does not take attention" in one for one in told)
+    named = {"topk_method": "noaux_tc", "swiglu_limit": 10.0}
+    for family in ("deepseek_v4", "deepseek_v41"):
+        source = write(tmp_path / family, family)
+        with edited(source / "config.json") as config:
+            config.get("text_config", config).update(named)
+        own = written(source, "rtn-w4a16", f"{family}-vllm", engine="vllm")
+        assert not errors("vllm", own)
+        drafts = family == "deepseek_v4"  # the other's has no head here
+        assert warns("vllm", own, f"the layers of {family} that draft in awq") == drafts
+        assert errors("sglang", own)
+    named = ("deepseek_v4-npu", "modelslim", "vllm-ascend")
+    own = written(tmp_path / "deepseek_v4", "int8-a8w8c16", *named)
+    assert not errors("vllm-ascend", own)
+    source = write(tmp_path / "kimi_linear", "kimi_linear")
+    assert not errors("sglang", written(source, "rtn-w4a16", "linear", engine="sglang"))
+    with refused("vllm loads kimi_linear in dense only"):
+        written(source, "rtn-w4a16", "no", engine="vllm")
     source = write(tmp_path / "hy_v4", "hy_v4", layer_types=["indexed_attention"] * 3)
     awq, packed = (written(source, "rtn-w4a16", *[one] * 2) for one in ("awq", CT))
     assert not errors("sglang", awq) + errors("vllm", awq) + errors("vllm", packed)

@@ -11,6 +11,7 @@ from commands import command
 from edited import edited
 from output_files import files
 from refused import refused
+from tiny_models import write
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
@@ -34,6 +35,15 @@ SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
 SCHEME = find_scheme("awq-w4a16")
 W4 = IntGrid(4, 128, symmetric=False)
+STREAMS = (
+    "deepseek_v4",
+    "deepseek_v41",
+    "glm5_next",
+    "hy_v4",
+    "kimi_k3",
+    "openpangu_v2",
+    "qwen4_exp",
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +171,22 @@ def test_sensitivities_of_another_model_are_refused(source, text, chosen, tmp_pa
     with refused("measured on another source"):
         run(other, out, text, given)
     assert not sensitivities_path(out).exists()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_sizes_of_models_of_several_streams_are_met(name, text, tmp_path):
+    """What every one of them is asked for, and with the same sensitivities as bytes of the
+    whole."""
+    source, out = write(tmp_path / name, name), tmp_path / "out"
+    report = run(source, out, text, Mixture(bits=6.0))
+    told = json.loads((out / "report.json").read_text())["allocation"]
+    assert 5.0 < told["bits"] <= 6.0
+    assert told["size"] == report.output_bytes
+    assert len(set(told["grids"].values())) > 1
+    size = report.output_bytes - report.output_bytes // 20
+    measured = {"sensitivities": out / "sensitivities.json"}
+    planned = plan(source, SCHEME, PlanOptions(mixture=Mixture(size=size), seq_len=64, **measured))
+    assert 0.97 * size < planned.output_bytes <= size
 
 
 def test_kept_kinds_are_not_chosen_for(source):

@@ -93,6 +93,15 @@ class EmbedAndHead:
         skeleton.fill_outside({name: read(name) for name in disk})
         norm = last_norm(skeleton)
         self.centred = norm is not None and norm.centred
+        self._norm = next(
+            (
+                module
+                for name, module in skeleton.outside.items()
+                if norm is not None
+                and skeleton.published.get(f"{name}.weight") == f"{norm.module}.weight"
+            ),
+            None,
+        )
 
     def embed(self, sequences: Sequence[Tensor]) -> Tensor:
         """Of the table only the rows that are asked for are held in float32: the model sees their
@@ -115,6 +124,19 @@ class EmbedAndHead:
                 for ids, rows in zip(sequences, compact.split(lengths))
             ]
         )
+
+    def merged(self, hidden: Tensor) -> Tensor:
+        """What the last norm reads, of several residual streams."""
+        if self.skeleton.stream_count == 1:
+            return hidden
+        seen: list[Tensor] = []
+        assert self._norm is not None, "no norm at the end of the stack"
+        hook = self._norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].float()))
+        try:
+            self.final_norm(hidden)
+        finally:
+            hook.remove()
+        return torch.cat(seen).to(hidden.device)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         count = min(_BATCH, self.skeleton.positions or _BATCH)
