@@ -25,6 +25,7 @@ OPERATORS = (
     "add_rms_norm",
     "silu_and_mul",
     "gate_and_mul",
+    "gate_and_rotate",
     "route",
     "route_chosen",
     "moe_gate",

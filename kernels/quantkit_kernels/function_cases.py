@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.attention_cases import attention_cases
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.gating import Gating
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.paged import (
     Latents,
     Norms,
@@ -88,6 +88,7 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("add_rms_norm", partial(functional.add_rms_norm, eps=1e-6), x, residual, weight)
     yield case("silu_and_mul", functional.silu_and_mul, x)
     yield case("gate_and_mul", partial(functional.gate_and_mul, gating=Gating(1.702, 7.0, 1.0)), x)
+    yield case("gate_and_rotate", partial(functional.gate_and_rotate, gating=SILU, block=128), x)
     logits, router = (
         random(tokens, EXPERTS, dtype=torch.float32),
         random(EXPERTS, HIDDEN, dtype=torch.float32) / HIDDEN**0.5,

@@ -16,6 +16,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from quantkit_kernels.codes import LARGEST, CodedLatents
 from quantkit_kernels.gating import SILU, Gating
+from quantkit_kernels.hadamard import block_hadamard
 from quantkit_kernels.paged import (
     Latents,
     Norms,
@@ -80,6 +81,24 @@ def gate_and_mul(x: Tensor, gating: Gating, *, backend: str = "auto") -> Tensor:
     if not gating.is_formula:
         return gating(*x.chunk(2, dim=-1))
     result: Tensor = backends.find("gate_and_mul", backend, x.device).gate_and_mul(x, gating)
+    return result
+
+
+def gate_and_rotate(x: Tensor, gating: Gating, block: int, *, backend: str = "auto") -> Tensor:
+    """`gate_and_mul`, and every `block` consecutive values of that multiplied by a Hadamard matrix
+    as `block_hadamard` does; rounded once.
+
+    x float [..., 2I]; block a power of two that divides I; returns [..., I] of x's dtype.
+    """
+    require(x.dtype in FLOAT_DTYPES, f"x: dtype {x.dtype}, expected a float dtype")
+    require(
+        x.shape[-1] % (2 * block) == 0,
+        f"x: last dimension {x.shape[-1]} is not gate and up in blocks of {block}",
+    )
+    if not gating.is_formula:
+        return block_hadamard(gating(*x.chunk(2, dim=-1)), block)
+    found = backends.find("gate_and_rotate", backend, x.device)
+    result: Tensor = found.gate_and_rotate(x, gating, block)
     return result
 
 

@@ -23,8 +23,7 @@ def block_hadamard(x: Tensor, block: int) -> Tensor:
     """x float [..., K] with every `block` consecutive values multiplied by `hadamard_matrix(block)`,
     summed in float32 (float64 in float64), in x's dtype. block divides K.
 
-    A matrix product on every backend: of few tokens it is a hundredth of what the linear after it
-    reads, and steps that hold it can be captured.
+    A matrix product, for weights; what a step reads is rotated as it is made (`gate_and_rotate`).
     """
     require(
         x.dtype in (*FLOAT_DTYPES, torch.float64), f"x: dtype {x.dtype}, expected a float dtype"

@@ -11,9 +11,9 @@ from quantkit_kernels import (
     Gating,
     Routing,
     UnsummedPairs,
-    block_hadamard,
     float32_linear,
     gate_and_mul,
+    gate_and_rotate,
     moe_gate,
     route,
 )
@@ -305,8 +305,12 @@ class Mlp:
         fused = getattr(self.down, "of_gate_and_up", None) if plain else None
         out = None if fused is None else fused(both)
         if out is None:
-            read = gate_and_mul(both, self.gating)
-            out = self.down(block_hadamard(read, self.rotation) if self.rotation else read)
+            read = (
+                gate_and_rotate(both, self.gating, self.rotation)
+                if self.rotation
+                else gate_and_mul(both, self.gating)
+            )
+            out = self.down(read)
         return add_bias(out, self.down_bias)
 
 

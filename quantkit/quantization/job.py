@@ -83,7 +83,7 @@ class Job:
     def rows(self) -> list[Parameter]:
         return self.inventory.rows
 
-    @property
+    @cached_property
     def linears(self) -> list[Parameter]:
         """Linears to quantize."""
         return [

@@ -12,8 +12,10 @@ from quantkit_kernels import (
     Gating,
     Routing,
     add_rms_norm,
+    block_hadamard,
     float32_linear,
     gate_and_mul,
+    gate_and_rotate,
     likeliest,
     moe_gate,
     rms_norm,
@@ -73,6 +75,17 @@ def test_activations(operator, backend, dtype):
                 else gate_and_mul(x, gating, backend=backend)
             )
             assert distance(found, exact) < TOLERANCE[dtype], gating
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("gate_and_rotate"))
+def test_activations_are_rotated(backend, dtype):
+    for gating in GATES:
+        for shape, block in (((3, 768), 128), ((2, 5, 96), 16), ((1, 2048), 512), ((0, 64), 32)):
+            x = torch.randn(shape, device=device_of(backend)).to(dtype) * 3
+            exact = block_hadamard(exact_gating(*x.double().chunk(2, dim=-1), gating), block)
+            found = gate_and_rotate(x, gating, block, backend=backend)
+            assert found.shape == exact.shape
+            assert not len(x) or distance(found, exact) < TOLERANCE[dtype], (gating, shape)
 
 
 def scores_of(logits, scoring):

@@ -49,6 +49,7 @@ from quantkit_kernels import (  # noqa: E402
     delta_step,
     float32_linear,
     gate_and_mul,
+    gate_and_rotate,
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
@@ -434,6 +435,7 @@ def operators(card):
     card.ask(add_rms_norm, x, x, x[0], 1e-6)
     card.ask(silu_and_mul, x)
     card.ask(gate_and_mul, x, Gating(1.702, 7.0, 1.0, 4.0, 25.0))
+    card.ask(gate_and_rotate, x, Gating(), 128)
     card.ask(likeliest, zeros(8, 129280, dtype=SINGLE))
     card.ask(route, logits, logits[0], rule)
     card.ask(route_chosen, logits, zeros(8, 8, dtype=INTS), rule)

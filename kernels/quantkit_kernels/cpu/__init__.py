@@ -16,7 +16,7 @@ w8a16  w8a16.cpp for few rows; many by torch's matmul over expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
 norms  norm.cpp in bf16 and float32, which is all of gqa before attention, too; in fp16 torch.
-silu   silu.cpp in bf16 and float32; in fp16, or without a compiler, torch's, by rows that stay in a cache.
+silu   silu.cpp in bf16 and float32, with Hadamard matrices too; in fp16, or without a compiler, torch's, by rows that stay in a cache.
 
 The C++ is compiled by the user's compiler at first use.
 """
@@ -28,6 +28,7 @@ from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.functional import (
     add_rms_norm,
     float32_linear,
+    gate_and_rotate,
     moe_gate,
     rms_norm,
     silu_and_mul,
@@ -59,7 +60,7 @@ def unusable(
         return why_no_library("dense")
     if operator in ("add_rms_norm", "gqa_prepare", "rms_norm"):
         return why_no_library("norm")
-    if operator in ("gqa_prefill", "mla_prefill", "silu_and_mul"):
+    if operator in ("gate_and_rotate", "gqa_prefill", "mla_prefill", "silu_and_mul"):
         return None
     if not operator.startswith(("linear_", "experts_")):
         return "the reference is torch's own operators already"

@@ -49,7 +49,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "prompts": {"qk_prompt_attend": (6, 9)},
     "repeat": {"qk_repeat": (1, 1)},
     "round_block": {"qk_round_block": (6, 8)},
-    "silu": {"qk_silu_and_mul": (2, 4)},
+    "silu": {"qk_silu_and_mul": (2, 4), "qk_silu_and_rotate": (2, 5)},
     "w8a16": {"qk_w8a16_linear": (4, 5)},
 }
 """Of each library, and how many pointers, then integers, then numbers they take. Blocks are for

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quantkit_kernels.cpu import dense
 from quantkit_kernels.cpu.build import once
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.reference import functional as reference
 from quantkit_kernels.routing import Routing, route
@@ -93,6 +94,20 @@ def silu_and_mul(x: Tensor) -> Tensor:
     ):
         gate, up = piece.chunk(2, dim=-1)
         found.copy_(F.silu(gate.float()).mul_(up))
+    return out
+
+
+_ROTATED_BLOCKS = range(16, 1025)
+"""Rows of the Hadamard matrices of silu.cpp."""
+
+
+def gate_and_rotate(x: Tensor, gating: Gating, block: int) -> Tensor:
+    loaded, width = once("silu"), x.shape[-1] // 2
+    if loaded is None or gating != SILU or x.dtype not in READ or block not in _ROTATED_BLOCKS:
+        return reference.gate_and_rotate(x, gating, block)
+    rows, out = x.contiguous(), x.new_empty(*x.shape[:-1], width)
+    sizes = (x.dtype == torch.bfloat16, out.numel() // width, width, block)
+    loaded.qk_silu_and_rotate(rows.data_ptr(), out.data_ptr(), *sizes, torch.get_num_threads())
     return out
 
 

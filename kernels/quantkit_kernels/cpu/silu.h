@@ -12,15 +12,16 @@ inline Vector gated(Vector gate, Vector up) {
 }
 
 // Gates of a row, what they gate -> to, each [width].
-template <class T> inline void gate_row(const T* gate, const T* up, T* to, int width) {
+template <class T, class To> inline void gate_row(const T* gate, const T* up, To* to, int width) {
   int i = 0;
   for (; i + kLanes <= width; i += kLanes) store(to + i, gated(load(gate + i), load(up + i)));
   if (i == width) return;
-  T last[3][kLanes] = {};
+  T last[2][kLanes] = {};
+  To found[kLanes];
   memcpy(last[0], gate + i, (width - i) * sizeof(T));
   memcpy(last[1], up + i, (width - i) * sizeof(T));
-  store(last[2], gated(load(last[0]), load(last[1])));
-  memcpy(to + i, last[2], (width - i) * sizeof(T));
+  store(found, gated(load(last[0]), load(last[1])));
+  memcpy(to + i, found, (width - i) * sizeof(To));
 }
 
 }  // namespace

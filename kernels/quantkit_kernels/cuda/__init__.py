@@ -54,7 +54,7 @@ def unusable(
         return "quantized weights only"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
-    if operator == "gate_and_mul":
+    if operator in ("gate_and_mul", "gate_and_rotate"):
         return "silu_and_mul only"
     families = ("delta_", "index_", "compressed_", "pool_", "rotate_", "route_", "store_")
     if operator.startswith(families) or operator.endswith("_streams"):

@@ -21,6 +21,7 @@ from quantkit_kernels.reference.functional import (
     cache_layout,
     float32_linear,
     gate_and_mul,
+    gate_and_rotate,
     likeliest,
     mla_decode,
     mla_prepare,

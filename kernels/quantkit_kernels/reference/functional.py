@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit_kernels.codes import CodedLatents, store_latents
 from quantkit_kernels.gating import Gating, sigmoid, softplus
+from quantkit_kernels.hadamard import block_hadamard
 from quantkit_kernels.paged import (
     CacheLayout,
     Latents,
@@ -37,6 +38,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
     return gating(*x.chunk(2, dim=-1))
+
+
+def gate_and_rotate(x: Tensor, gating: Gating, block: int) -> Tensor:
+    return block_hadamard(gating(*x.float().chunk(2, dim=-1)), block).to(x.dtype)
 
 
 def likeliest(logits: Tensor) -> Tensor:

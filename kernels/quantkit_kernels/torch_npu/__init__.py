@@ -90,7 +90,7 @@ LIMITS = {"mla_prolog": PROLOG_LIMITS}
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
 ) -> str | None:
-    if operator == "gate_and_mul":
+    if operator in ("gate_and_mul", "gate_and_rotate"):
         return "silu_and_mul only"
     if operator.startswith(
         ("delta_", "compressed_", "pool_", "rotate_", "route_", "store_")

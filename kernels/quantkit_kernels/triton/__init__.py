@@ -35,6 +35,7 @@ from quantkit_kernels.triton.operators import (
     add_rms_norm,
     float32_linear,
     gate_and_mul,
+    gate_and_rotate,
     gqa_prepare,
     likeliest,
     mla_prepare,

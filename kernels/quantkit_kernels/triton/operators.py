@@ -83,6 +83,26 @@ def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
     return y
 
 
+_ROTATED_BLOCKS, _ROTATED_ROWS = (16, 32, 64, 128), 16
+"""Hadamard matrices that matrix instructions take, and blocks of values in a program."""
+
+
+def gate_and_rotate(x: Tensor, gating: Gating, block: int) -> Tensor:
+    from quantkit_kernels.triton.rows_kernel import gate_and_rotate as kernel
+
+    width = x.shape[-1] // 2
+    if x.numel() == 0 or block not in _ROTATED_BLOCKS:
+        return reference.gate_and_rotate(x, gating, block)
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], width)
+    blocks = y.numel() // block
+    kernel[(-(-blocks // _ROTATED_ROWS),)](
+        x, y, width, blocks, block**-0.5, BLOCK=block, ROWS=_ROTATED_ROWS,
+        PARTS=3 if x.dtype == torch.float32 else 2, **constants(gating), **overlapped(x.device),
+    )  # fmt: skip
+    return y
+
+
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 

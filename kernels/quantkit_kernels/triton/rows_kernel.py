@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.multiply_kernel import gated
-from quantkit_kernels.triton.weights_kernel import INTERPRETED, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import INTERPRETED, dot, rounded, wait_for_input
 
 
 @triton.jit
@@ -125,6 +125,38 @@ def gate_and_mul(
         rounded(gated(gate, up, ALPHA, LIMIT, SHIFT, BOUND, UP_BOUND), y.dtype.element_ty),
         mask=inside,
     )
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def gate_and_rotate(
+    x, y, width, blocks, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, BOUND: tl.constexpr,
+    UP_BOUND: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """y [rows, width] = `gated` of x = [gate, up], each of its `blocks` of BLOCK values times the
+    Hadamard matrix of that size, times `scale`. A value is the sum of PARTS bfloat16 numbers to what
+    y's type holds, and the matrix's are 1 and -1: no other rounding before the sum in float32."""
+    wait_for_input(PDL)
+    some = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (some < blocks)[:, None]
+    column = tl.arange(0, BLOCK)
+    begin = some * BLOCK
+    at = (begin // width * 2 * width + begin % width)[:, None] + column[None, :]
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
+    rest = gated(gate, up, ALPHA, LIMIT, SHIFT, BOUND, UP_BOUND)
+    common = column[:, None] & column[None, :]  # Sylvester's: -1 where an odd number of bits are
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    signs = (1 - 2 * (common & 1)).to(tl.float32).to(tl.bfloat16)
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    for _ in tl.static_range(PARTS):
+        near = rounded(rest, tl.bfloat16)
+        acc = dot(near, signs, acc)
+        rest -= near.to(tl.float32)
+    to = y + begin[:, None] + column[None, :]
+    tl.store(to, rounded(acc * scale, y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
