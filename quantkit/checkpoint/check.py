@@ -113,7 +113,7 @@ def quantized_linear(
             continue
         # Producers write scalars as [] or [1].
         scalar = part.shape in ((), (1,)) and tensor.shape in ((), (1,))
-        if tensor.shape != part.shape and not scalar:
+        if tensor.shape != part.shape and not scalar and not part.any_shape:
             raise QuantkitError(
                 f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected "
                 f"{_shape(part.shape)}",

@@ -13,6 +13,7 @@ from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.formats.gptq import Gptq
+from quantkit.checkpoint.formats.modelslim_folded import FoldedInputs
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.checkpoint.stacked_experts import Stack, expected_stacks, is_expert_tensor
@@ -183,6 +184,14 @@ class ConversionPlan:
                     f"inputs of {module} of {checkpoint.path} are rotated as the model runs, which "
                     "is said in no other format",
                     "quantize the source to that format",
+                )
+        for module, linear in checkpoint.linears.items():
+            folded = isinstance(linear.format.member(module), FoldedInputs)
+            if folded and target != dense.FORMAT.name:
+                raise QuantkitError(
+                    f"inputs of {module} of {checkpoint.path} are transformed as the model runs, "
+                    "which is said in no other format",
+                    "--dtype bf16 makes it plain",
                 )
         self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
         self.target = find_target(checkpoint, target, self.grid)

@@ -53,7 +53,8 @@ CODES: tuple[Along, ...] = (("N", 1), ("K", 1))
 class StoredPart:
     """One stored tensor of a quantized linear. `dtypes`: written as the first, read as any of them.
 
-    axes: of each dimension; empty where the tensor belongs to the weight as a whole.
+    axes: of each dimension; empty where the tensor belongs to the weight as a whole. any_shape: its
+    shape is its own, and all of it is read for any channels.
     """
 
     suffix: str
@@ -61,11 +62,12 @@ class StoredPart:
     shape: tuple[int, ...]
     required: bool = True
     axes: tuple[Along, ...] = ()
+    any_shape: bool = False
 
     def block(self, axis: Axis, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
         """Where the channels start..stop of an axis lie in this tensor, by dimension; None: in all
         of it."""
-        if not self.axes:
+        if not self.axes or self.any_shape:
             return None
         return tuple(
             (start // along[1], -(-stop // along[1])) if along and along[0] == axis else (0, size)

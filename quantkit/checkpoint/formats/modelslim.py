@@ -18,6 +18,7 @@ by its type in the description. Read only.
                      X.quant_bias int32 [N]; X.weight_scale [N, 1] in its first form alone
     W8A16            X.weight int8 [N, K]   X.weight_scale, X.weight_offset [N, G]
     W4A16            X.weight int8 [N, K], a byte a code; in its second form two to a byte, [N, K / 2] per channel and [N / 2, K] in groups
+    W4A4_FLATQUANT_DYNAMIC   as W4A16's first form, over transformed inputs (modelslim_folded.py)
     W4A8_DYNAMIC     in groups: X.weight_scale [N, 1] times X.weight_scale_second [N, G]; packed [N / 2, K] in the second form
 
 w = (code - offset) * scale. The second form is the one whose description has a version. deq_scale
@@ -53,6 +54,7 @@ from quantkit.checkpoint.formats.base import (
     stored_scale,
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
+from quantkit.checkpoint.formats.modelslim_folded import FLAT, FoldedInputs, rotated_online
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
@@ -211,7 +213,8 @@ _SIDE_FILE = "quant_model_description.json"
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 _INT4 = IntGrid(bits=4, group_size=None, symmetric=True)
 _TYPES: dict[str, Grid] = {"W8A8_DYNAMIC": _INT8, "W4A8_DYNAMIC": _INT4}
-_READ = (*_TYPES, "W8A8", "W8A8_MIX", "W8A16", "W4A16")
+_FLATQUANT = "W4A4_FLATQUANT_DYNAMIC"
+_READ = (*_TYPES, "W8A8", "W8A8_MIX", "W8A16", "W4A16", _FLATQUANT)
 _SECOND = ".weight_scale_second"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPE_NAMES = {grid: name for name, grid in _TYPES.items()}
@@ -228,6 +231,7 @@ _KINDS: dict[tuple[str, bool, bool], Format] = {
     },
     **{("W8A16", False, new): SlimLinear(8, 16) for new in (False, True)},
     ("W4A16", False, False): SlimLinear(4, 16),
+    **{(_FLATQUANT, False, new): SlimLinear(4, 16) for new in (False, True)},
     ("W4A8_DYNAMIC", False, False): SlimLinear(4, 8),
     ("W4A8_DYNAMIC", True, False): SlimLinear(4, 8, second=True),
     ("W4A8_DYNAMIC", True, True): SlimLinear(4, 8, "N", second=True),
@@ -329,16 +333,10 @@ class ModelSlim(Format):
     def of_checkpoint(self, config: Json, side: Json) -> Format:
         """Itself for what it writes; else each linear by its own type."""
         described = _described(side)
-        if rotated := _rotated_online(described):
-            raise QuantkitError(
-                f"{_SIDE_FILE} says that inputs of {rotated[0]} are rotated as the model runs "
-                "(metadata.quarot)",
-                "quantkit reads rotations that are folded into the weights: export it with "
-                "online: False",
-            )
         types = {said for said in described.values() if isinstance(said, str)} - {"FLOAT"}
         if (
             "version" in described
+            and not rotated_online(described)
             and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES)
             and not any(name.endswith(_SECOND) for name in described)
         ):
@@ -396,20 +394,8 @@ def _described(side: Json) -> Json:
     return found
 
 
-def _rotated_online(described: Json) -> list[str]:
-    """Modules whose inputs QuaRot's matrices rotate as the model runs. What is under `optional` is
-    folded into the weights."""
-    found = []
-    for kind in ("heads_rotation", "kronecker_rotation"):
-        said: Any = described
-        for key in ("metadata", "quarot", kind, "layers"):
-            said = said.get(key) if isinstance(said, dict) else None
-        found += said if isinstance(said, list) else []
-    return found
-
-
 def _placed(described: Json) -> Placed:
-    new = "version" in described
+    new, online = "version" in described, rotated_online(described)
 
     def placed(module: str) -> DeclaredFormat | None:
         kind = described.get(f"{module}.weight")
@@ -425,7 +411,8 @@ def _placed(described: Json) -> Placed:
             raise QuantkitError(
                 f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}"
             )
-        return DeclaredFormat(format, None)
+        sides = FLAT if kind == _FLATQUANT else online.get(module)
+        return DeclaredFormat(format if sides is None else FoldedInputs(format, sides), None)
 
     return placed
 

@@ -231,6 +231,46 @@ def test_modelslims_w4a8_of_two_stages_multiplies_its_scales(new, tmp_path):
     check(slim(tmp_path, "W4A8_DYNAMIC", parts, **said), {A: (meant, grid)})
 
 
+FLATQUANT = "W4A4_FLATQUANT_DYNAMIC"
+
+
+@pytest.mark.parametrize(
+    ("kind", "left", "right"),
+    [
+        (FLATQUANT, "left_trans", "right_trans"),
+        (FLATQUANT, "left_trans", None),
+        (FLATQUANT, None, "right_trans"),
+        ("W8A8_DYNAMIC", "heads_rotation", None),
+        ("W8A8_DYNAMIC", "kronecker_rotation_m", "kronecker_rotation_n"),
+    ],
+)
+def test_modelslims_transforms_of_inputs_are_in_the_weight(kind, left, right, tmp_path):
+    """Left^T x right of an input as a matrix, as ModelSlim and vllm-ascend multiply; every input
+    needs all of them. No format says it, so it becomes plain only."""
+    draw = torch.Generator().manual_seed(3)
+    codes = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=draw)
+    scale = torch.rand(N, 1, generator=draw) + 0.1
+    sides = [torch.randn(size, size, generator=draw) for size in (8, K // 8)]
+    matrices = {name: side for name, side in zip((left, right), sides) if name}
+    lists = {name.removesuffix("_m"): {"layers": [f"{A}."]} for name in (left,) if name}
+    parts = {"weight": codes, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)}
+    parts |= {"clip_ratio": torch.ones(1)} if kind == FLATQUANT else {}
+    said = {"metadata": {"quarot": lists}} if kind != FLATQUANT else {}
+    checkpoint = slim(tmp_path, kind, parts | matrices, version="1.0.0", **said)
+    x = torch.randn(5, K, generator=draw)
+    one, other = (
+        side if name else torch.eye(len(side)) for name, side in zip((left, right), sides)
+    )
+    read = (one.T @ x.unflatten(1, (8, -1)) @ other).flatten(1)
+    weight = dequantize(checkpoint.weight(A))
+    torch.testing.assert_close(x @ weight.T, read @ (codes * scale).T, rtol=1e-4, atol=1e-3)
+    assert checkpoint.activation_bits(A) == 16
+    for axis in "NK":
+        part, first = checkpoint.weight_slice(A, axis, 32, 48)
+        taken = dequantize(part).narrow("NK".index(axis), 32 - first, 16)
+        torch.testing.assert_close(taken, weight.narrow("NK".index(axis), 32, 16))
+
+
 @pytest.mark.parametrize(
     ("kind", "scale", "named"),
     [("W4A4_DYNAMIC", (N, 1), "W4A4_DYNAMIC"), ("W8A8", (1,), "one scale for the whole matrix")],

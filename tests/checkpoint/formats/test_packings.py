@@ -13,6 +13,7 @@ from refused import refused
 
 from quantkit.checkpoint.formats import awq, modelopt, modelslim
 from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list
+from quantkit.checkpoint.formats.modelslim_folded import FoldedInputs
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
@@ -219,16 +220,17 @@ def test_an_asymmetric_weight_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["heads_rotation", "kronecker_rotation"])
-def test_rotations_as_the_model_runs_are_refused_and_folded_ones_read(kind):
+def test_rotations_as_the_model_runs_are_told_from_those_in_the_weights(kind):
     config, files = make_quantized.description(modelslim.FORMAT, _INT8)
     side = {name: json.loads(text) for name, text in files.items()}
     described = side["quant_model_description.json"]
     described["optional"] = {"quarot": {"rotation_map": {"global_rotation": "a.safetensors"}}}
     described["metadata"] = {"quarot": {"max_tp_size": 4, kind: {"layers": []}}}
     assert modelslim.FORMAT.of_checkpoint(config, side) is modelslim.FORMAT
-    described["metadata"]["quarot"][kind]["layers"] = ["model.layers.0.self_attn.o_proj"]
-    with refused(r"inputs of model\.layers\.0\.self_attn\.o_proj are rotated"):
-        modelslim.FORMAT.of_checkpoint(config, side)
+    module = "model.layers.3.self_attn.o_proj"
+    described["metadata"]["quarot"][kind]["layers"] = [f"{module}."]
+    found = modelslim.FORMAT.of_checkpoint(config, side).member(module)
+    assert isinstance(found, FoldedInputs)
 
 
 _SUBSTRING = IgnoreSpelling(
