@@ -86,8 +86,10 @@ class Engine:
         )
         self.parallel, dp_size = loaded.weights.ranks, loaded.weights.expert_ranks.size
         rank_batch = -(-options.max_batch // dp_size)
+        kept = options.prefix_cache and loaded.checkpoint_bytes(lookahead) > 0
+        assert plan.checkpoints or not kept, "a plan by plan_kv_cache"
         self._speculates = lookahead > 0
-        self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead)
+        self.cache = loaded.new_cache(plan.num_blocks, rank_batch, lookahead, plan.checkpoints)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if options.count_experts else ""
         one_cpu_rank = loaded.device.type == "cpu" and self.parallel.size == dp_size == 1
@@ -301,6 +303,7 @@ class Engine:
         began, mixed = self._clock(), self.scheduler.budget.mixed
         # With a decode pass in flight, a chunk would delay its tokens, also if it ends no prompt.
         step = self.scheduler.schedule(decode_only=mixed and self.runner.has_async)
+        self._copy_states(step)
         rows, accepted = len(step.decode), self.speculation.acceptance.accepted
         if self._speculates:
             rows += sum([len(one.drafts) for one in step.decode])
@@ -317,6 +320,15 @@ class Engine:
         for sequence in [one for one in advanced if one.finish_reason]:
             self.scheduler.remove(sequence)
         return advanced
+
+    def _copy_states(self, step: ScheduledStep) -> None:
+        """This rank's copies between sequences and the prefix cache."""
+        if isinstance(self.scheduler, DataParallelScheduler):
+            step = step.of_rank(self.parallel.rank)
+        for copy in step.copies:
+            states = self.cache.checkpoints
+            move = states.restore if copy.restores else states.save
+            move(copy.slot, copy.place, copy.tokens)
 
     def _run_pass(self, step: ScheduledStep, advanced: list[Sequence]) -> list[Sequence]:
         """One forward pass. advanced: by earlier passes of the step. Returns the sequences that got

@@ -7,6 +7,7 @@ the cache is sized: what it took stays with the allocator, and what is free afte
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,6 +45,9 @@ _SELECTION_BYTES = 3 << 28
 for each of a step."""
 _MAX_STEP_SHARE = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
+_CHECKPOINT_SHARE, _CHECKPOINTS_PER_REQUEST = 1 / 16, 4
+"""Checkpoints of states take at most this share of free memory, unless one alone takes more, and
+are at most so many for each request of a batch."""
 
 
 def default_step_tokens(device: torch.device) -> int:
@@ -112,6 +116,8 @@ def plan_kv_cache(
     free = loaded.weights.ranks.minimum(
         (free - states) // (options.ranks if device.type == "cpu" else 1)
     )
+    checkpoints = _num_checkpoints(loaded, options, free)
+    free -= checkpoints * loaded.checkpoint_bytes(options.lookahead)
     plan = partial(
         plan_cache,
         bytes_per_token=loaded.cache_token_bytes
@@ -133,8 +139,23 @@ def plan_kv_cache(
         and 0 < for_steps <= _MAX_STEP_SHARE * free
     ):
         with suppress(QuantkitError):
-            return plan(left_bytes=for_steps)
-    return plan()
+            return replace(plan(left_bytes=for_steps), checkpoints=checkpoints)
+    return replace(plan(), checkpoints=checkpoints)
+
+
+def _num_checkpoints(loaded: LoadedModel, options: EngineOptions, free: int) -> int:
+    """Copies of states that a prefix cache keeps of `free` bytes on every rank."""
+    one = loaded.checkpoint_bytes(options.lookahead)
+    if not (options.prefix_cache and one):
+        return 0
+    if one >= free:
+        raise QuantkitError(
+            f"a prefix cache needs room for a checkpoint of the model's states, "
+            f"{format_bytes(one)}, and {format_bytes(free)} are free",
+            "lower --max-batch, or run it without --prefix-cache",
+        )
+    most = _CHECKPOINTS_PER_REQUEST * options.own_batch
+    return max(1, min(most, int(free * _CHECKPOINT_SHARE) // one))
 
 
 def free_cache_bytes(loaded: LoadedModel, tokens: int) -> int:

@@ -1,10 +1,12 @@
 """Layers that keep a state of each sequence: whatever is computed together, in parts, or again, the
 state is of the tokens before."""
 
+from dataclasses import replace
+
 import make_model
 import pytest
 import torch
-from engines import capture, check_same_answers, completions, in_place, load
+from engines import capture, check_same_answers, completions, finish, in_place, load
 from refused import refused
 
 from quantkit import Engine, SamplingParams
@@ -12,6 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.executor import memory_budget
 from quantkit.executor.cache.sequence_state import recurrent_state_bytes
+from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.scheduler.scheduler import StepBudget
@@ -102,10 +105,72 @@ def test_a_pass_may_be_computed_again(model, monkeypatch):
     assert (engine.runner.prefill_runner.num_captured > 2) != engine.cache.prefills_per_sequence
 
 
-def test_what_cannot_be_shared_or_guessed_is_refused(model):
+def beginnings(count):
+    """Of 130 tokens, the same in two prompts each."""
+    return [[20 + i // 2] * 130 + [7 + i] * (10 + 20 * i) for i in range(count)]
+
+
+def test_states_are_shared_by_requests_that_make_way(model, monkeypatch):
+    """In captured steps too; requests are computed again from where their states were kept. The
+    cache is in float32: answers are long."""
+    monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
+    params = replace(PARAMS, max_new_tokens=56)
+    given = {"prefix_cache": True, "max_model_len": 384, "cache_tokens": 704}
+    expected = completions(load(model, max_model_len=384), beginnings(4), params)
+    for engine in (
+        load(model, **given, chunk_tokens=50),
+        capture(load(model, **given)),
+    ):
+        first, again = (completions(engine, beginnings(4), params) for _ in range(2))
+        assert [one.token_ids for one in first] == [one.token_ids for one in expected]
+        assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+        assert engine.scheduler.num_preempted > 0 < sum(one.cached_tokens for one in again)
+        assert sorted(engine.scheduler._free_states) == [1, 2, 3, 4]
+
+
+def test_the_states_used_last_are_kept(model):
+    """Four, of a request at a time; one that was cancelled leaves what it had computed."""
+    prompts = [[20 + i] * 150 for i in range(6)]
+    given = {"max_batch": 1, "cache_tokens": 2048, "chunk_tokens": 128}
+    engine = load(model, prefix_cache=True, **given)
+    expected = [one.token_ids for one in completions(engine, prompts, PARAMS)]
+    assert (engine.plan.checkpoints, engine.cache.checkpoints.nbytes > 0) == (4, True)
+    asked = [5, 4, 3, 2, 0, 5]
+    again = [completions(engine, [prompts[i]], PARAMS)[0] for i in asked]
+    assert [one.token_ids for one in again] == [expected[i] for i in asked]
+    assert [one.cached_tokens for one in again] == [128, 128, 128, 128, 0, 0]
+    cancelled = engine.submit(prompts[1][:-1], PARAMS)
+    engine.step()
+    engine.step()
+    engine.cancel(cancelled)
+    finish(engine)
+    (found,) = completions(engine, [prompts[1]], PARAMS)
+    assert (found.token_ids, found.cached_tokens) == (expected[1], 128)
+
+
+def test_checkpoints_are_part_of_the_plan(model, monkeypatch):
+    """A small share, one where that is less than one, or none without room."""
+    loaded, asked = load_model(model, device="cpu"), EngineOptions(model, prefix_cache=True)
+    one, states = loaded.checkpoint_bytes(0), loaded.sequence_bytes(64, 0)
+    assert loaded.new_cache(2, checkpoints=5).checkpoints.nbytes <= 5 * one
+
+    def planned(room):
+        monkeypatch.setattr(memory_budget, "free_bytes", lambda device: states + room)
+        return plan_kv_cache(loaded, asked)
+
+    for count, room in ((256, 10**5 * one), (3, 48 * one), (1, 8 * one)):
+        assert planned(room).checkpoints == count
+    whole = planned(8 * one).num_blocks
+    asked = EngineOptions(model)
+    assert planned(7 * one).num_blocks == whole, "a checkpoint's bytes are no blocks'"
+    asked = EngineOptions(model, prefix_cache=True)
+    with refused("a checkpoint of the model's states, .* run it without --prefix-cache"):
+        planned(one)
+
+
+def test_what_cannot_be_guessed_is_refused(model):
     rolled_back = "cannot be rolled back after a rejected draft; run it without --"
     for asked, told in (
-        ({"prefix_cache": True}, "whose state requests cannot share"),
         ({"draft_length": 1}, "no MTP layer"),
         ({"prompt_lookup": 2}, f"{rolled_back}prompt-lookup"),
         ({"draft": model}, f"{rolled_back}draft"),

@@ -7,12 +7,13 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
-from engines import check_same_answers, load
+from engines import check_same_answers, completions, load
 from pangu_statement import random_tensors
 from refused import refused
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, write
 
+from quantkit import SamplingParams
 from quantkit.executor.weights.load import load_model
 from quantkit.models import attention_residuals
 from quantkit.models.context import CausalContext
@@ -109,13 +110,47 @@ def test_answers_do_not_depend_on_how_they_are_computed(name, changes, more, tmp
     check_same_answers(write(tmp_path / "model", name, **changes), *more)
 
 
+@pytest.mark.usefixtures("whole_numbers")
+@pytest.mark.parametrize(
+    ("name", "changes", "options"),
+    [
+        ("qwen3_next", {}, {}),
+        ("kimi_linear", {}, {"chunk_tokens": 200}),
+        ("openpangu_v2", PANGU, {"draft_length": 2}),
+        (*CASES[1], {"draft_length": 1}),
+        (*CASES[2], {}),
+        (*QWEN4, {}),
+        (*KIMI_K3, {}),
+        (*V41, {"prompt_lookup": 2}),
+    ],
+)
+def test_beginnings_are_shared_where_states_were_kept(name, changes, options, tmp_path):
+    """A system prompt of three blocks and a part, of three users: the second one's is cut where it
+    leaves the first one's, if no chunk ended there. A prompt is cut at its last border: it is found
+    there when it is asked again, and when the conversation goes on."""
+    system = [7 + i * 13 % 300 for i in range(210)]
+    prompts = [system + [20 + user] * 70 for user in range(3)]
+
+    def answers(**given):
+        engine, done = load(path, max_model_len=512, **options, **given), []
+        for prompt in (*prompts, prompts[0], None):
+            prompt = prompt or prompts[0] + done[0].token_ids + [30] * 140
+            done += completions(engine, [prompt], params)
+        logprobs = torch.tensor([[token.logprob for token in one.logprobs] for one in done])
+        return [one.token_ids for one in done], logprobs, [one.cached_tokens for one in done]
+
+    path = written(tmp_path / "model", name, changes)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=0)
+    expected, theirs, _ = answers()
+    found, ours, cached = answers(prefix_cache=True)
+    assert cached == [0, 192 if "chunk_tokens" in options else 0, 192, 256, 256]
+    assert found == expected
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "line"),
     [
-        *(
-            (name, {"prefix_cache": True}, "--prefix-cache")
-            for name in ("deepseek_v4", "deepseek_v41", "openpangu_v2", "qwen4_exp", "kimi_k3")
-        ),
         ("qwen4_exp", {"draft_length": 1}, "MTP"),
         ("kimi_k3", {"draft_length": 1}, "no MTP layer"),
         ("kimi_k3", {"prompt_lookup": 2}, "cannot be rolled back"),

@@ -26,7 +26,12 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.compressed_kv import CompressedKVCache, PooledIndexCache
-from quantkit.executor.cache.sequence_state import RecurrentStates, RotatingCache
+from quantkit.executor.cache.sequence_state import (
+    KeptTwice,
+    RecurrentStates,
+    RotatingCache,
+    StateCheckpoints,
+)
 from quantkit.models.context import NO_CODE_SCALES
 
 BLOCK_SIZE = 64
@@ -80,6 +85,12 @@ class OtherCaches:
     rotating_cache: RotatingCache | None = None
     pooled_index: PooledIndexCache | None = None
 
+    @property
+    def kept(self) -> list[KeptTwice]:
+        """Of each running sequence."""
+        every = (self.recurrent_states, self.compressed_kv, self.rotating_cache, self.pooled_index)
+        return [one for held in every if held is not None for one in held.kept]
+
 
 class PagedCache:
     """Storage: `layers[i]` is [num_blocks, block_size, width], or one tensor for each width in
@@ -90,7 +101,8 @@ class PagedCache:
     index_dim: width of the index keys of sparse attention, [num_blocks, block_size, index_dim] of
     `dtype` a layer; 0 without.
     layer_index: of a model with layers that keep nothing here, the index in `layers` of each other
-    layer. others: what layers keep instead, or in addition.
+    layer. others: what layers keep instead, or in addition; checkpoints: copies of what these keep
+    of a sequence, for a prefix cache.
     """
 
     def __init__(
@@ -108,6 +120,7 @@ class PagedCache:
         index_dim: int = 0,
         layer_index: Mapping[int, int] | None = None,
         others: OtherCaches = OtherCaches(),
+        checkpoints: int = 0,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert codes is None or parts, "codes are in a tensor of their own"
@@ -137,6 +150,7 @@ class PagedCache:
         self.parts, self.codes, self.code_scales = parts, codes, code_scales
         self.dtype, self.device = dtype, torch.device(device)
         self._layer_index, self._others = layer_index, others
+        self.checkpoints = StateCheckpoints(others.kept, checkpoints)
 
     @property
     def nbytes(self) -> int:
@@ -250,11 +264,13 @@ class BlockAllocator:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Size of the cache; `num_blocks` includes the padding block."""
+    """Size of the cache; `num_blocks` includes the padding block. checkpoints: of states, where a
+    prefix cache needs them."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    checkpoints: int = 0
 
     @property
     def tokens(self) -> int:

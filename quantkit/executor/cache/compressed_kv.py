@@ -13,7 +13,7 @@ import torch
 from quantkit_kernels import EntryPages, RecentTokens, Rotation
 from torch import Tensor
 
-from quantkit.executor.cache.sequence_state import RotatingCache
+from quantkit.executor.cache.sequence_state import KeptTwice, RotatingCache
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
     Carried,
@@ -52,6 +52,10 @@ class CompressedKVCache:
     @property
     def nbytes(self) -> int:
         return self._window.nbytes + sum(one.nbytes for one in (*self._kv, *self._index))
+
+    @property
+    def kept(self) -> list[KeptTwice]:
+        return self._window.kept
 
     def attend_chunk(
         self,
@@ -150,6 +154,10 @@ class PooledIndexCache:
     @property
     def nbytes(self) -> int:
         return self._recent.nbytes + sum(one.nbytes for one in self._keys.values())
+
+    @property
+    def kept(self) -> list[KeptTwice]:
+        return self._recent.kept
 
     def store_chunk(
         self,

@@ -5,9 +5,12 @@ linear attention.
 Everything is kept twice, so that a pass can be computed again, as captures and retries do: it reads
 one copy and writes the other, each with the number of tokens it is of. Place 0 is never allocated:
 padding rows of a captured batch write there.
+
+A prefix cache keeps copies of such states next to shared blocks (`StateCheckpoints`): whoever reads
+the blocks needs the state after them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from quantkit_kernels import DeltaStates, store_recent
@@ -16,6 +19,9 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.models.delta_rule import DeltaNet
+
+KeptTwice = tuple[Tensor, tuple[Tensor, ...]]
+"""Number of tokens int64 [2, P] of each copy at each place, and tensors [2, P, ...]."""
 
 
 class RotatingCache:
@@ -47,6 +53,10 @@ class RotatingCache:
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for held in (self._rings, self._ends) for one in held.values())
+
+    @property
+    def kept(self) -> list[KeptTwice]:
+        return [(self._ends[number], (ring,)) for number, ring in self._rings.items()]
 
     def chunk(self, number: int, place: int, first: int, start: int, x: Tensor) -> Tensor:
         """Store x [T, W] of the tokens from `start` on of a sequence -> [n, W] of the tokens from
@@ -112,15 +122,44 @@ class RecurrentStates:
     def nbytes(self) -> int:
         return sum(one.nbytes for layer in self.layers.values() for one in layer)
 
+    @property
+    def kept(self) -> list[KeptTwice]:
+        return [(one.tokens, (one.recent, one.memory)) for one in self.layers.values()]
+
+
+class StateCheckpoints:
+    """Copies of `count` states, each of a number of tokens that whoever asks for one knows. kept:
+    of all layers. What an MTP layer has not read yet of them may cost a draft."""
+
+    def __init__(self, kept: Iterable[KeptTwice], count: int) -> None:
+        self._kept = [*kept]
+        self._copies = [
+            [one.new_zeros(count, *one.shape[2:]) for one in tensors] for _, tensors in self._kept
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for copies in self._copies for one in copies)
+
+    def save(self, slot: int, place: int, tokens: int) -> None:
+        """Copy the state of the sequence at `place` after so many tokens, without waiting for the
+        device."""
+        for (counts, tensors), copies in zip(self._kept, self._copies):
+            which = (counts[1, place] == tokens).long()[None]
+            for one, copy in zip(tensors, copies):
+                copy[slot] = one[:, place].index_select(0, which)[0]
+
+    def restore(self, slot: int, place: int, tokens: int) -> None:
+        """Begin a sequence at `place` with a state of so many tokens."""
+        for (counts, tensors), copies in zip(self._kept, self._copies):
+            counts[0, place], counts[1, place] = tokens, -1
+            for one, copy in zip(tensors, copies):
+                one[0, place] = copy[slot]
+
 
 def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOptions) -> None:
     """Raises QuantkitError for options that layers with per-sequence state do not support. keeps:
     whether the model has some; can_roll_back: whether these can roll back rejected drafts."""
-    layers = f"{options.model_path} has recurrent layers, whose state"
-    if keeps and options.prefix_cache:
-        raise QuantkitError(
-            f"{layers} requests cannot share block by block", "run it without --prefix-cache"
-        )
     drafters = {
         "--prompt-lookup": options.prompt_lookup,
         "--draft": options.draft,
@@ -132,7 +171,9 @@ def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOpt
         and (given := " and ".join(name for name, value in drafters.items() if value))
     ):
         raise QuantkitError(
-            f"{layers} cannot be rolled back after a rejected draft", f"run it without {given}"
+            f"{options.model_path} has recurrent layers, whose state cannot be rolled back after a "
+            "rejected draft",
+            f"run it without {given}",
         )
 
 

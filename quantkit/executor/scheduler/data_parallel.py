@@ -75,6 +75,7 @@ class DataParallelScheduler:
         return ScheduledStep(
             [part for step in steps for part in step.prefill],
             [one for step in steps for one in step.decode],
+            [one for step in steps for one in step.copies],
         )
 
 

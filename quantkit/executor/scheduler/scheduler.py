@@ -13,8 +13,9 @@ is recomputed later. Its random numbers depend on positions alone, so its output
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from quantkit.executor.cache.cache import BlockAllocator, CachePlan
 from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
@@ -28,13 +29,25 @@ _MIN_CHUNK_SHARE = 4
 that the fixed cost of a pass dominates."""
 
 
+class StateCopy(NamedTuple):
+    """Between a place of a sequence's states and a checkpoint of `tokens` tokens. restores: from the
+    checkpoint. dp_rank: that has both."""
+
+    dp_rank: int
+    slot: int
+    place: int
+    tokens: int
+    restores: bool
+
+
 @dataclass(frozen=True)
 class ScheduledStep:
     """prefill: sequences and how many of their tokens to compute; decode: sequences with one token
-    and their drafts each."""
+    and their drafts each; copies: in this order, before them."""
 
     prefill: list[tuple[Sequence, int]]
     decode: list[Sequence]
+    copies: list[StateCopy] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -58,6 +71,7 @@ class ScheduledStep:
         return ScheduledStep(
             [part for part in self.prefill if part[0].dp_rank == rank],
             [one for one in self.decode if one.dp_rank == rank],
+            [one for one in self.copies if one.dp_rank == rank],
         )
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
@@ -122,7 +136,9 @@ class Scheduler:
         prefix_cache: bool = False,
     ) -> None:
         self.prefix = (
-            PrefixCachingAllocator(plan.num_blocks, plan.block_size) if prefix_cache else None
+            PrefixCachingAllocator(plan.num_blocks, plan.block_size, plan.checkpoints)
+            if prefix_cache
+            else None
         )
         self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
@@ -132,6 +148,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._free_states = list(range(max_batch, 0, -1))
         """Unused places in the cache's per-sequence states."""
+        self._copies: list[StateCopy] = []
+        """Of the step that is being made."""
         self.num_preempted = 0
 
     @property
@@ -157,9 +175,11 @@ class Scheduler:
     def schedule(self, *, decode_only: bool = False) -> ScheduledStep:
         """decode_only: a decode pass is in flight, so prompts wait for the next step if any
         sequence still decodes."""
+        self._copies = []
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
+                self._copy_state(sequence, self.prefix.keep_state(sequence), restores=False)
         decode = self._grow(
             [
                 sequence
@@ -168,11 +188,11 @@ class Scheduler:
             ]
         )
         if (decode_only and decode) or (not self.waiting and len(decode) == len(self.running)):
-            return ScheduledStep([], decode)
+            return ScheduledStep([], decode, self._copies)
         budget = self.budget
         if not decode:
             budget = StepBudget(budget.prefill_only, budget.prefill_only)
-        return ScheduledStep(self._prefill(budget), decode)
+        return ScheduledStep(self._prefill(budget), decode, self._copies)
 
     def decodes_again(self, counts: list[tuple[Sequence, int]]) -> bool:
         """Whether the next step decodes these sequences again, except for those that end, and no
@@ -207,6 +227,7 @@ class Scheduler:
                 0 if parts else min(sequence.num_new, min_chunk),
             )
             if count:
+                count = count if self.prefix is None else self.prefix.cut(sequence, count)
                 parts.append((sequence, count))
                 left -= budget.cost(sequence.num_cached, count)
             return count > 0
@@ -275,8 +296,15 @@ class Scheduler:
         if not sequence.started:
             sequence.started, sequence.num_prefix_hits = time.perf_counter(), sequence.num_cached
         sequence.state = self._free_states.pop()
+        if self.prefix is not None:
+            self._copy_state(sequence, self.prefix.admit(sequence), restores=True)
         self.running.append(sequence)
         return sequence
+
+    def _copy_state(self, sequence: Sequence, slot: int | None, *, restores: bool) -> None:
+        if slot is not None:
+            one = (sequence.dp_rank, slot, sequence.state, sequence.num_cached, restores)
+            self._copies.append(StateCopy(*one))
 
     def _free(self, sequence: Sequence) -> None:
         if self.prefix is not None:

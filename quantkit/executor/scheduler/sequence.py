@@ -99,6 +99,10 @@ class Sequence:
         self.num_published_blocks = 0
         """Blocks in the prefix cache, identified by `block_digests`."""
         self.block_digests: list[bytes] = []
+        self.borders: list[int] = []
+        """After so many tokens a chunk ends, and its state is kept."""
+        self.num_checkpointed = 0
+        """Tokens of its last state that is kept."""
         self.drafts: list[int] = []
         """Draft tokens after the last token, verified with it in the next step."""
         self.draft_source = DRAFTER

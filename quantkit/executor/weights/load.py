@@ -131,6 +131,10 @@ class LoadedModel:
         recent = rotating_cache_bytes(self._recent_sizes(), ahead, places, dtype.itemsize)
         return states + pooled + recent
 
+    def checkpoint_bytes(self, ahead: int) -> int:
+        """Of one copy of what a sequence's place holds; 0 for models without states."""
+        return (self.sequence_bytes(1, ahead) - self.sequence_bytes(0, ahead)) // 2
+
     @property
     def cache_width(self) -> int:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and
@@ -144,9 +148,11 @@ class LoadedModel:
             16 if self.codes is None else 8, self.weights.parallel.size
         )
 
-    def new_cache(self, num_blocks: int, places: int = 1, ahead: int = 0) -> PagedCache:
+    def new_cache(
+        self, num_blocks: int, places: int = 1, ahead: int = 0, checkpoints: int = 0
+    ) -> PagedCache:
         """A cache of `num_blocks` blocks, with per-sequence states of `places` sequences whose last
-        `ahead` tokens can be rolled back."""
+        `ahead` tokens can be rolled back, and `checkpoints` copies of such states."""
         layout, held, codes, net = (
             self.cache_layout,
             self.config.cache,
@@ -191,6 +197,7 @@ class LoadedModel:
             index_dim=held.index_dim if isinstance(held, LatentCache) and not pooled_index else 0,
             layer_index=self._layer_index,
             others=OtherCaches(recurrent, compressed_kv, rotating_cache, pooled_index),
+            checkpoints=checkpoints,
         )
 
     @property
