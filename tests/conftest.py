@@ -33,6 +33,15 @@ DRAWN = {
 """Modules whose pages have their plots; two compare them with those of other processes."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk():
+    """What is left on a disk after a power cut no test of this process can see (test_power_cuts.py
+    notes the calls itself), and small models wait for a disk a fifth of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _plots(request):
     """Elsewhere pages are written without them: they take a third of the time in which a small
