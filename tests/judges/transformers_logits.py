@@ -4,7 +4,9 @@ computes, from the same checkpoint.
     python tests/judges/transformers_logits.py [--every]
 
 A loader that says it loaded is no judge: transformers leaves some experts at random values without
-an error, so logits are compared (in float32, but for NVFP4 and MXFP4, which it decodes to BF16).
+an error, so logits are compared (in float32, but for NVFP4 and MX, which it decodes to BF16; where
+it rounds activations, too, as far as a rounding one way or the other lets random models be compared,
+which is not far: MXFP8 is judged by its weights).
 Cases that are known not to load are told as such and must still
 not: when one starts to, its profile in recipes/engines/transformers.yaml is out of date. Models
 whose head is tied are tried again without its name in the list of unquantized modules: the profile
@@ -28,12 +30,14 @@ from quantkit.checkpoint.formats import (
     compressed_int4,
     compressed_int8,
     compressed_mxfp4,
+    fp8,
 )
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.mxfp4 import Mxfp4Grid
+from quantkit.grids.mxfp8 import Mxfp8Grid
 from quantkit.grids.nvfp4 import Nvfp4Grid
 from quantkit.models.context import CausalContext
 
@@ -43,9 +47,10 @@ FORMATS = {
     "ct-w8a8": (compressed_int8.FORMAT, IntGrid(8, None, symmetric=True)),
     "ct-nvfp4": (compressed_fp4.FORMAT, Nvfp4Grid()),
     "ct-mxfp4": (compressed_mxfp4.FORMAT, Mxfp4Grid()),
+    "ct-mxfp8-weights": (fp8.CompressedMxfp8(16), Mxfp8Grid()),
 }
 MODELS = {**DENSE, "mistral": CONFIGS["mistral"], "deepseek_v3-moe": tiny_config()}
-DECODED = ("ct-nvfp4", "ct-mxfp4")
+DECODED = ("ct-nvfp4", "ct-mxfp4", "ct-mxfp8-weights")
 """Formats that transformers decodes to BF16 whatever is asked for."""
 UNDECIDED = {("deepseek_v3-moe", "ct-mxfp4")}
 """In BF16 a few tokens choose other experts: logits differ by 0.056, neither right nor random."""
