@@ -225,10 +225,7 @@ class SensitivityPass:
         original path here."""
         weights, tokens = self.model.weights, hidden.shape[1]
         tensors = weights.dequantized_all(sublayer.needed)
-        cost = self.residual.cost(
-            self.model.units[sublayer.name],
-            self.residual.next_token_cost(hidden[0], self.model.config.rms_norm_eps),
-        )
+        cost = self._cost(sublayer, hidden[0])
         before, end = hidden.flatten(0, 1), None
         if sublayer.name == feed_forward_unit(layer):
             end = AfterExperts.of(self.model, layer)
@@ -258,6 +255,15 @@ class SensitivityPass:
             end.finish_(states, kept)
             every = states.hidden
         return every.view(len(hidden) + 1, tokens, -1)
+
+    def _cost(self, sublayer: Sublayer, hidden: Tensor) -> Tensor:
+        """[H, H] of an error in what the sublayer puts out; the same in all channels of a model
+        that does not end with a norm."""
+        config = self.model.config
+        if self.residual.norm is None:
+            return torch.eye(config.hidden_size, device=hidden.device)
+        next_token = self.residual.next_token_cost(hidden, config.rms_norm_eps)
+        return self.residual.cost(self.model.units[sublayer.name], next_token)
 
     def _linears(
         self,

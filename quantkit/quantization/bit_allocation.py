@@ -89,11 +89,6 @@ class GridOptions:
                 for choice, grids in self.measured.items()
                 if choice in self.grids or len(grids) > 1
             }
-        if not any(row.layer is None and row.role == "norm" for row in job.rows):
-            raise QuantkitError(
-                "grids cannot be chosen: the model does not end with a norm that quantkit knows",
-                "use --scheme alone",
-            )
         if not any(len(grids) > 1 for grids in self.grids.values()):
             raise QuantkitError(
                 "there is nothing to choose: every linear may be on one grid only",

@@ -28,6 +28,7 @@ from quantkit.grids.base import dequantize
 from quantkit.models import ARCHITECTURES
 from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
+from quantkit.quantization.mixed_precision import Mixture
 
 TRACED = CONFIGS["traced"]
 SIZES, EXPERTS = TRACED["all"], TRACED["experts"]
@@ -169,6 +170,19 @@ def test_the_report_says_of_the_output_what_transformers_says(
         assert all(
             torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items()
         )
+
+
+@pytest.mark.parametrize("model_type", ["qwen4_exp_text", "gemma4_text"])
+def test_grids_are_chosen_where_more_follows_the_experts(model_type, tmp_path, monkeypatch):
+    """Mixing of streams, and a norm of what experts and linears next to them made."""
+    without_file(monkeypatch, model_type)
+    extra = next(own for name, _, own in TRACED["calibrated"] if name == model_type)
+    source = written(peer(model_type, **extra), tmp_path / model_type)
+    recipe = recipe_of(source, "awq-w4a16")
+    report = quantized(source, tmp_path / "out", recipe, mixture=Mixture(bits=7.0))
+    told = json.loads((tmp_path / "out/report.json").read_text())["allocation"]
+    assert 6.0 < told["bits"] <= 7.0
+    assert told["size"] == report.output_bytes
 
 
 @pytest.mark.parametrize(
