@@ -76,8 +76,9 @@ class Decoded:
         dense = torch.cat([dequantize(weight) for weight in weights])
         bits = self.activation_bits(modules[0])
         linear = self.checkpoint.linears.get(modules[0])
-        if linear and linear.grid and not linear.grid.is_integer:
-            reading = ActivationQuant.of(weights[0], bits, linear.grid)
+        grid = None if linear is None else linear.grid
+        if bits == 4 or (grid is not None and not grid.is_integer):
+            reading = ActivationQuant.of(weights[0], bits, grid)
             return lambda x: F.linear(reading(x), dense)
         return lambda x: F.linear(round_rows(x) if bits == 8 else x, dense)
 

@@ -26,6 +26,7 @@ OPERATORS = (
     "silu_and_mul",
     "gate_and_mul",
     "gate_and_rotate",
+    "mx_rounded",
     "route",
     "route_chosen",
     "moe_gate",

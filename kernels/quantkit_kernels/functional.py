@@ -26,6 +26,7 @@ from quantkit_kernels.paged import (
     check_rotation,
     parts_of,
 )
+from quantkit_kernels.weights import MX_GROUP_SIZE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -99,6 +100,19 @@ def gate_and_rotate(x: Tensor, gating: Gating, block: int, *, backend: str = "au
         return block_hadamard(gating(*x.chunk(2, dim=-1)), block)
     found = backends.find("gate_and_rotate", backend, x.device)
     result: Tensor = found.gate_and_rotate(x, gating, block)
+    return result
+
+
+def mx_rounded(x: Tensor, bits: int, *, backend: str = "auto") -> Tensor:
+    """x float [..., K] as MXFP4 (bits 4) or MXFP8 (8) holds it, in x's dtype: the values of
+    `round_to_mx`. K is a multiple of 32."""
+    require(x.dtype in FLOAT_DTYPES, f"x: dtype {x.dtype}, expected a float dtype")
+    require(bits in (4, 8), f"bits: {bits}, expected 4 or 8")
+    require(
+        x.shape[-1] % MX_GROUP_SIZE == 0,
+        f"x: {x.shape[-1]} channels are not a multiple of {MX_GROUP_SIZE}",
+    )
+    result: Tensor = backends.find("mx_rounded", backend, x.device).mx_rounded(x, bits)
     return result
 
 

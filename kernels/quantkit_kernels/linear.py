@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, require
+from quantkit_kernels.functional import mx_rounded
 from quantkit_kernels.weights import (
     FP4_GROUP_SIZE,
     MX_GROUP_SIZE,
@@ -175,8 +176,7 @@ class MxInputsLinear(_OverRoundedInputs):
         self.bits = bits
 
     def rows(self, x: Tensor) -> Tensor:
-        levels, scales = round_to_mx(x, self.bits)
-        return self.product.rows(levels.mul_(scales.unsqueeze(-1)).flatten(-2).to(self.dtype))
+        return self.product.rows(mx_rounded(x, self.bits))
 
 
 class RoundedInputsLinear(_OverRoundedInputs):

@@ -18,7 +18,9 @@ from quantkit_kernels import (
     gate_and_rotate,
     likeliest,
     moe_gate,
+    mx_rounded,
     rms_norm,
+    round_to_mx,
     route,
     route_chosen,
     silu_and_mul,
@@ -86,6 +88,20 @@ def test_activations_are_rotated(backend, dtype):
             found = gate_and_rotate(x, gating, block, backend=backend)
             assert found.shape == exact.shape
             assert not len(x) or distance(found, exact) < TOLERANCE[dtype], (gating, shape)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("mx_rounded"))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_are_rounded_to_mx(backend, dtype, bits):
+    """To the bit: with zeros, halves between values, what saturates, and groups of every size."""
+    x = torch.randn(5, 3, 128) * torch.logspace(-6, 3, 128)
+    x[0, 0, :64] = torch.arange(64) / 8
+    x[1], x[2, 1] = 0, 7 * x[2, 1].sign()
+    x = x.to(device_of(backend), dtype)
+    levels, scales = round_to_mx(x, bits)
+    exact = (levels * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    assert torch.equal(mx_rounded(x, bits, backend=backend), exact)
+    assert not mx_rounded(x[:0], bits, backend=backend).numel()
 
 
 def scores_of(logits, scoring):

@@ -62,6 +62,7 @@ from quantkit_kernels import (  # noqa: E402
     mla_prefill,
     mla_prepare,
     moe_gate,
+    mx_rounded,
     pool_entries,
     prepare,
     rms_norm,
@@ -436,6 +437,7 @@ def operators(card):
     card.ask(silu_and_mul, x)
     card.ask(gate_and_mul, x, Gating(1.702, 7.0, 1.0, 4.0, 25.0))
     card.ask(gate_and_rotate, x, Gating(), 128)
+    card.ask(mx_rounded, x, 8)
     card.ask(likeliest, zeros(8, 129280, dtype=SINGLE))
     card.ask(route, logits, logits[0], rule)
     card.ask(route_chosen, logits, zeros(8, 8, dtype=INTS), rule)

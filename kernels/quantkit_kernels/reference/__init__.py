@@ -26,6 +26,7 @@ from quantkit_kernels.reference.functional import (
     mla_decode,
     mla_prepare,
     moe_gate,
+    mx_rounded,
     rms_norm,
     rope,
     route,

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantkit_kernels.codes import CodedLatents, store_latents
 from quantkit_kernels.gating import Gating, sigmoid, softplus
 from quantkit_kernels.hadamard import block_hadamard
+from quantkit_kernels.linear import round_to_mx
 from quantkit_kernels.paged import (
     CacheLayout,
     Latents,
@@ -42,6 +43,11 @@ def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
 
 def gate_and_rotate(x: Tensor, gating: Gating, block: int) -> Tensor:
     return block_hadamard(gating(*x.float().chunk(2, dim=-1)), block).to(x.dtype)
+
+
+def mx_rounded(x: Tensor, bits: int) -> Tensor:
+    levels, scales = round_to_mx(x, bits)
+    return levels.mul_(scales.unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from quantkit_kernels.triton.operators import (
     likeliest,
     mla_prepare,
     moe_gate,
+    mx_rounded,
     rms_norm,
     rope,
     route,

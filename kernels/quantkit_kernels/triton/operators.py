@@ -15,6 +15,7 @@ from quantkit_kernels.triton.dense_linear import multiply_small
 from quantkit_kernels.triton.dense_plans import is_small
 from quantkit_kernels.triton.launch import by_assembly, constants
 from quantkit_kernels.triton.rows import power_of_two, warps_for
+from quantkit_kernels.weights import MX_GROUP_SIZE
 from quantkit_kernels.workspace import workspace
 
 _WIDEST = 1 << 15
@@ -99,6 +100,25 @@ def gate_and_rotate(x: Tensor, gating: Gating, block: int) -> Tensor:
     kernel[(-(-blocks // _ROTATED_ROWS),)](
         x, y, width, blocks, block**-0.5, BLOCK=block, ROWS=_ROTATED_ROWS,
         PARTS=3 if x.dtype == torch.float32 else 2, **constants(gating), **overlapped(x.device),
+    )  # fmt: skip
+    return y
+
+
+_MX_GROUPS = 32
+"""Of 32 values, in a program."""
+
+
+def mx_rounded(x: Tensor, bits: int) -> Tensor:
+    from quantkit_kernels.triton.rows_kernel import mx_rounded as kernel
+
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    x = x.contiguous()
+    y, groups = torch.empty_like(x), x.numel() // MX_GROUP_SIZE
+    mantissa, least, above = (1, 0, 2) if bits == 4 else (3, -6, 8)
+    kernel[(-(-groups // _MX_GROUPS),)](
+        x, y, groups, MANTISSA=mantissa, LEAST=least, ABOVE=above, SATURATES=bits == 4,
+        SIZE=MX_GROUP_SIZE, GROUPS=_MX_GROUPS, **overlapped(x.device),
     )  # fmt: skip
     return y
 

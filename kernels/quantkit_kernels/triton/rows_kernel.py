@@ -159,6 +159,35 @@ def gate_and_rotate(
     tl.store(to, rounded(acc * scale, y.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["groups"])
+def mx_rounded(
+    x, y, groups, MANTISSA: tl.constexpr, LEAST: tl.constexpr, ABOVE: tl.constexpr,
+    SATURATES: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """y = x rounded to floats of MANTISSA bits and a least exponent LEAST under a power of two for
+    each group of SIZE values, which gives the largest an exponent of ABOVE. The steps of a value are
+    taken of it as it is: a power of two changes no bit of the quotient. SATURATES: at 1.5 times the
+    largest power."""
+    wait_for_input(PDL)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (group < groups)[:, None]
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    bits = tl.abs(wide).to(tl.int32, bitcast=True)
+    largest = tl.max(bits, 1)
+    # From 1.75 of its power on, a group's largest value is of the next.
+    power = (largest >> 23) + ((largest & 0x7FFFFF) >= 0x600000).to(tl.int32) - ABOVE
+    power = tl.minimum(tl.maximum(power, 1), 254)
+    exponent = tl.maximum(bits >> 23, power[:, None] + LEAST) - MANTISSA
+    step = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    whole = tl.div_rn(wide, step) + 12582912.0  # 1.5 * 2^23: no room for a fraction
+    near = (whole - 12582912.0) * step
+    if SATURATES:
+        top = ((power + ABOVE) << 23).to(tl.float32, bitcast=True) * 1.5
+        near = tl.minimum(tl.maximum(near, -top[:, None]), top[:, None])
+    tl.store(y + at, rounded(near, y.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y[t] = the sum in float32 of rows t * TOP_K .. t * TOP_K + TOP_K - 1 of weighed."""
