@@ -1,5 +1,6 @@
 """DSpark heads (models/dspark.py) in a calibrated run: what their stages read, and how many drafts
-in a row the model accepts on held-out text, before and after both are quantized.
+in a row the model accepts on held-out text, before and after both are quantized; and the same of
+MTP layers' single drafts.
 
 A head reads the model's residual streams at some layers. Its linear over them, which stays as it
 is, is summed while the layers pass, so that one vector of each token is kept. After the last layer
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import TableEmbedAndHead
+from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.output_cost import BLOCK_ROWS, likeliest_tokens
+from quantkit.calibrate.output_cost import BLOCK_ROWS, accepted_shares, likeliest_tokens
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import LayerWeights, bare_layer, no_experts
 from quantkit.models import find_block_head
@@ -28,6 +29,7 @@ from quantkit.models.decoder import DecoderLayer
 from quantkit.models.dspark import BlockContext, BlockHead, BlockHeadConfig, Window
 from quantkit.models.hyper_connections import packed_ids
 from quantkit.models.mtp import DSPARK, has_block_head
+from quantkit.models.table import Parameter
 
 BLOCKS = 512
 """Blocks over held-out text, as far apart as it allows; over calibration text they are side by
@@ -81,8 +83,11 @@ class BlockDrafts:
             return None
         found, width = dict[str, Tensor](), model.config.hidden_size
         for path, of in zip(_PATHS, (states.quantized, states.original)):
-            zeros = of.hidden.new_zeros(len(of.hidden), width)
-            found[path] = zeros if saved is None else saved[path].to(zeros.device)
+            found[path] = (
+                of.empty(len(of.hidden), width).zero_()
+                if saved is None
+                else saved[path].to(of.hidden.device)
+            )
         return cls(model, found)
 
     def read(self, layer: int, states: HiddenStatePair) -> None:
@@ -133,9 +138,13 @@ class BlockDrafts:
             have numbers, from `number` on, by which `Blocks.attend` finds their texts."""
             own = embedded[first * block :]
             numbers = torch.arange(number, number + len(own) // block).repeat_interleave(block)
-            hidden = head.streams.first(own, numbers).to(model.weights.device)
-            at_once = states.quantized.batch_tokens
-            return HiddenStates(hidden, count * block, [block] * (len(own) // block), at_once)
+            of, lengths = states.quantized, [block] * (len(own) // block)
+            hidden = of.empty(len(own), head.streams.packed_width)
+            made = HiddenStates(hidden, count * block, lengths, of.batch_tokens, of.scratch)
+            for batch in made.batches():
+                part = batch.part
+                hidden[part] = head.streams.first(own[part], numbers[part]).to(hidden.device)
+            return made
 
         count = len(calibration.rows)
         ends_at = torch.tensor(lengths[1], dtype=torch.int64).cumsum(0)
@@ -224,3 +233,40 @@ def _mean_lengths(name: str, lengths: Tensor) -> dict[str, float]:
     half = 1.96 * float(own.std()) / math.sqrt(len(own)) if len(own) > 1 else 0.0
     parts = {"": mean, "_low": mean - half, "_high": mean + half, "_source": float(source.mean())}
     return {f"{name}{part}": value for part, value in parts.items()}
+
+
+def accepted_mtp_drafts(
+    model: SourceModel,
+    embed_and_head: EmbedAndHead,
+    head: Parameter,
+    layer: int,
+    states: HiddenStatePair,
+    drafts: HiddenStatePair,
+    sequences: Sequences,
+) -> dict[str, float]:
+    """How often the first MTP layer's likeliest token is the model's own, of the source and of what
+    was quantized, each with its own model, on held-out text; _own: on what it wrote. head: the
+    model's; states, drafts: after the last layer, and after the MTP layer."""
+    weights, rows = model.weights, model.layer_rows(layer)
+    of_layer = next((row for row in rows if row.role == "head"), head)
+    block = mtp_layer(model, layer, torch.zeros(1, model.config.hidden_size))
+    # A draft of token i + 2 is made after token i, and checked after token i + 1.
+    lengths = torch.tensor(states.original.lengths)
+    checked = torch.ones(len(states.original.hidden), dtype=torch.bool)
+    checked[lengths.cumsum(0) - lengths] = False
+
+    def held_out(pair: HiddenStatePair) -> tuple[Tensor, Tensor]:
+        return pair.original.hidden, pair.quantized.hidden[pair.quantized.fitted :]
+
+    normed = [embed_and_head.final_norm(one[checked.to(one.device)]) for one in held_out(states)]
+    made = map(block.head_input, held_out(drafts))
+    token = likeliest_tokens(torch.cat(normed), weights.blocks(head, BLOCK_ROWS))
+    draft = likeliest_tokens(torch.cat([*made]), weights.blocks(of_layer, BLOCK_ROWS))
+    right = (token == draft).double().view(2, -1).cpu()
+    found = accepted_shares("accepted_drafts", right)
+    written = torch.tensor([one in sequences.written for one in range(len(lengths))])
+    if bool(written.any()):
+        own = written.repeat_interleave(lengths - 1)
+        found |= accepted_shares("accepted_drafts_own", right[:, own])
+        found["accepted_drafts_own_tokens"] = int(own.sum())
+    return found

@@ -1,6 +1,7 @@
 """What surrounds the decoder layers: embedding, final norm, head, and the inputs of MTP layers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -8,10 +9,16 @@ from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import (
+    HiddenStatePair,
+    HiddenStates,
+    copied_states,
+    empty_states,
+)
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.sublayer import LayerWeights, no_experts
 from quantkit.common.errors import QuantkitError
+from quantkit.common.scratch import give_back
 from quantkit.models.architecture import ModelConfig, MtpModel
 from quantkit.models.hyper_connections import repack_streams
 from quantkit.models.table import Parameter
@@ -53,10 +60,14 @@ class TableEmbedAndHead:
         self.embedding = next(row for row in rows if row.role == "embedding" and row.layer is None)
         self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
 
-    def embed(self, sequences: Sequence[Tensor], table: Tensor | None = None) -> Tensor:
-        """table: in place of the source's."""
-        ids = torch.cat([*sequences])
-        table = self.source.checkpoint.read(self.embedding.name) if table is None else table
+    def embed(self, sequences: Sequence[Tensor]) -> Tensor:
+        return self.embedded(torch.cat([*sequences]), self.table())
+
+    def table(self) -> Tensor:
+        return self.source.checkpoint.read(self.embedding.name)
+
+    def embedded(self, ids: Tensor, table: Tensor) -> Tensor:
+        """As `embed`, by this table."""
         check_vocabulary(ids, len(table))
         embed = table[ids].float()
         return embed if self.streams is None else self.streams.first(embed, ids)
@@ -74,6 +85,27 @@ class TableEmbedAndHead:
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         return products
+
+
+def embedded_states(
+    embed_and_head: EmbedAndHead,
+    sequences: Sequence[Tensor],
+    scratch: Path | None,
+    table: Tensor | None = None,
+) -> Tensor:
+    """Input of the first layer, [T, W], on the CPU, as `empty_states`. table: in place of the
+    source's."""
+    if not isinstance(embed_and_head, TableEmbedAndHead):
+        hidden = embed_and_head.embed(sequences)
+        return hidden if scratch is None else copied_states(hidden, scratch)
+    table = embed_and_head.table() if table is None else table
+    lengths = [len(one) for one in sequences]
+    width = embed_and_head.embedded(sequences[0][:1], table).shape[1]
+    states = empty_states(sum(lengths), width, table.device, scratch)
+    for to, ids in zip(states.split(lengths), sequences):
+        to.copy_(embed_and_head.embedded(ids, table))
+        give_back()
+    return states
 
 
 def check_vocabulary(ids: Tensor, rows: int) -> None:
@@ -102,14 +134,15 @@ def mtp_states(
     def inputs(of: HiddenStates, compact: Tensor) -> HiddenStates:
         keep = torch.ones(len(of.hidden), dtype=torch.bool)
         keep[torch.tensor(of.lengths, dtype=torch.int64).cumsum(0) - 1] = False
-        hidden = _read(block, embed_and_head, of.hidden[keep.to(of.hidden.device)])
+        rows = keep.nonzero()[:, 0].to(of.hidden.device)
         lengths = [length - 1 for length in of.lengths]
         fitted = sum(lengths[: len(sequences.calibration)]) if of.fitted else 0
-        out = HiddenStates(hidden, fitted, lengths, of.batch_tokens)
+        width = _read(block, embed_and_head, of.hidden[:0]).shape[1]
+        hidden = of.empty(len(rows), width)
+        out = HiddenStates(hidden, fitted, lengths, of.batch_tokens, of.scratch)
         for batch in out.batches():
-            hidden[batch.part] = _block_inputs(
-                block, compact[batch.part].to(hidden.device), hidden[batch.part]
-            )
+            read = _read(block, embed_and_head, of.hidden[rows[batch.part]])
+            hidden[batch.part] = _block_inputs(block, compact[batch.part].to(rows.device), read)
         return out
 
     held_out = sum(len(s) - 1 for s in sequences.held_out)

@@ -1,11 +1,17 @@
 """Hidden states of many sequences, stored one after the other and processed in batches that fit in
-memory."""
+memory. Where all of them do not fit, they lie in a file (common/scratch.py)."""
 
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.common.scratch import give_back, scratch_tensor
 
 LARGEST_KEPT = 2**28
 """Bytes of a block. Larger ones (Hessians, the weights of a dense MLP) are returned to the system
@@ -41,6 +47,8 @@ def trim_heap() -> None:
 
 BATCH_TOKENS = 2048
 PIECE_VALUES = 2**24
+_COLUMNS = 1024
+"""Channels that are compared, and written, together: pages of a file in each row."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,29 @@ class TokenBatch:
 
 @dataclass
 class HiddenStates:
-    """hidden float32 [T, H]; the first `fitted` tokens are calibration, the rest held out."""
+    """hidden float32 [T, H]; the first `fitted` tokens are calibration, the rest held out. scratch:
+    folder of the file that they lie in; None: in memory."""
 
     hidden: Tensor
     fitted: int
     lengths: list[int]
     batch_tokens: int = BATCH_TOKENS
+    scratch: Path | None = None
+
+    def empty(self, rows: int, width: int) -> Tensor:
+        """[rows, width] where these lie."""
+        return empty_states(rows, width, self.hidden.device, self.scratch)
+
+    def put(self, part: slice, after: Tensor) -> None:
+        """Replace the first channels of some tokens by `after`. In a file only columns that change
+        are written: Kimi-K3's complete blocks, most of its streams, do not."""
+        before = self.hidden[part, : after.shape[1]]
+        if self.scratch is None:
+            before.copy_(after)
+            return
+        for old, new in zip(before.split(_COLUMNS, 1), after.split(_COLUMNS, 1)):
+            if not torch.equal(old.view(torch.int32), new.view(torch.int32)):
+                old.copy_(new)
 
     def batches(self) -> Iterator[TokenBatch]:
         """About `batch_tokens` tokens at a time; none mixes calibration and held-out sequences."""
@@ -102,11 +127,13 @@ class HiddenStates:
         for length in self.lengths:
             if pending and (stop - start + length > self.batch_tokens or stop == self.fitted):
                 yield TokenBatch(slice(start, stop), pending, start >= self.fitted)
+                give_back()
                 start, pending = stop, []
             pending.append(length)
             stop += length
         if pending:
             yield TokenBatch(slice(start, stop), pending, start >= self.fitted)
+            give_back()
 
     def parts(self) -> tuple[list[TokenBatch], list[TokenBatch]]:
         """Batches of calibration tokens, and of held-out ones."""
@@ -124,11 +151,47 @@ class HiddenStatePair:
     original: HiddenStates
 
 
+def empty_states(rows: int, width: int, device: torch.device, scratch: Path | None) -> Tensor:
+    """[rows, width] on a device, or, on a CPU, in a file of the folder `scratch`."""
+    if scratch is None:
+        return torch.empty(rows, width, device=device)
+    return scratch_tensor(scratch, rows, width)
+
+
+def copied_states(states: Tensor, scratch: Path | None, more: int = 0) -> Tensor:
+    """states [T, W] once more, as `empty_states`, with `more` channels of zeros."""
+    if scratch is None:
+        return F.pad(states, (0, more)) if more else states.clone()
+    made = scratch_tensor(scratch, len(states), states.shape[1] + more)
+    for to, rows in zip(made.split(BATCH_TOKENS), states.split(BATCH_TOKENS)):
+        to[:, : states.shape[1]] = rows
+        give_back()
+    return made
+
+
+def stored_states(path: Path, name: str, scratch: Path | None) -> Tensor:
+    """A tensor [T, W] of a safetensors file, on the CPU, as `empty_states`."""
+    with safe_open(path, framework="pt") as file:
+        if scratch is None:
+            return file.get_tensor(name)
+        rows, width = file.get_slice(name).get_shape()
+    made = scratch_tensor(scratch, rows, width)
+    for start in range(0, rows, BATCH_TOKENS):
+        part = slice(start, start + BATCH_TOKENS)
+        with safe_open(path, framework="pt") as file:  # closed, it gives its pages back
+            made[part] = file.get_slice(name)[part]
+        give_back()
+    return made
+
+
 def mean_row_distance(a: Tensor, b: Tensor) -> float:
     """Mean over rows [T, H] of |a - b|^2 / |b|^2; NaN without rows. A mean of its own for every
     token, as one may have a stream hundreds of times as large as the others."""
-    size = b.square().sum(-1).clamp(min=1e-30)
-    return float(((a - b).square().sum(-1) / size).mean())
+    shares = [
+        (one - other).square().sum(-1) / other.square().sum(-1).clamp(min=1e-30)
+        for one, other in zip(a.split(BATCH_TOKENS), b.split(BATCH_TOKENS))
+    ]
+    return float(torch.cat(shares).mean())
 
 
 def relative_distance(a: Tensor, b: Tensor) -> float:

@@ -10,14 +10,15 @@ held-out rows decide which fraction of each is applied.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.hidden_states import BATCH_TOKENS
 from quantkit.calibrate.ranks import Ranks
-from quantkit.quant.tensor_cores import add_sample_product_, sample_products
+from quantkit.quant.tensor_cores import add_sample_product_, sample_linear, sample_products
 
 PANEL = 1024
 """Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
@@ -46,7 +47,8 @@ def token_weights(stream: Tensor) -> Tensor:
     """Weight of an error added to rows of the residual stream [T, H], float32 [T, 1], mean square
     1: the norm that reads a row divides by its size. A few tokens, often the first ones, have a
     stream hundreds of times as large as the others."""
-    counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
+    squares = [part.square().mean(-1, keepdim=True) for part in stream.split(BATCH_TOKENS)]
+    counts = torch.cat(squares).clamp(min=1e-30).rsqrt()
     return counts / counts.square().mean().sqrt()
 
 
@@ -174,30 +176,50 @@ class Observer:
 
 @dataclass(frozen=True)
 class Drift:
-    """Drift of one input. inputs float32 [K, K]: mean of (o - x) x^T over calibration tokens;
-    sample [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`. stream [H, K],
-    stream_sample [S, H]: mean of r x^T, and r of these rows, r being what the residual stream lacks
-    that the outputs are added to; None if they are not added to one."""
+    """Drift of one input. inputs float32 [K, K]: mean of (o - x) x^T over calibration tokens, of a
+    wide input [N, K]: mean of W (o - x) x^T; sample [S, K]: o of the held-out rows whose x are in
+    `InputStatistics.sample`. stream [H, K], stream_sample [S, H]: mean of r x^T, and r of these
+    rows, r being what the residual stream lacks that the outputs are added to; None if they are not
+    added to one."""
 
     inputs: Tensor
     sample: Tensor
     stream: Tensor | None = None
     stream_sample: Tensor | None = None
+    wide: bool = False
 
     def scaled(self, scale: Tensor) -> "Drift":
-        """The drift for inputs divided by scale [K]."""
+        """The drift of an input that is not wide, divided by scale [K]."""
+        assert not self.wide, "a wide input is observed after its scale is folded"
         stream = None if self.stream is None else self.stream / scale
         inputs, sample = self.inputs / scale / scale[:, None], self.sample / scale
         return Drift(inputs, sample, stream, self.stream_sample)
 
 
+WIDE = 2**30
+"""Bytes of a square of an input from which on it is wide: with the curvature, two of Kimi-K3's
+dense layer would be 9.1 GB. What its drift does to the outputs of its only reader is no larger than
+that reader's weight."""
+
+
+def is_wide_input(w: Tensor, readers: Sequence[str]) -> bool:
+    """Whether the input of a linear w [N, K], one of its `readers`, is wide."""
+    rows, columns = w.shape
+    return len(readers) == 1 and rows < columns and 4 * columns**2 >= WIDE
+
+
+NO_READERS: Mapping[str, Tensor] = {}
+
+
 class DriftAccumulator:
     """Accumulates `Drift`s batch by batch: the quantized path first, then the original one. A
     linear called several times for a batch (sequence by sequence) is called in the same order on
-    both."""
+    both. wide: the readers [N, K] of wide inputs, by module."""
 
-    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
-        self._sample_rows, self._ranks = sample_rows, ranks
+    def __init__(
+        self, sample_rows: int, ranks: Ranks, wide: Mapping[str, Tensor] = NO_READERS
+    ) -> None:
+        self._sample_rows, self._ranks, self._wide = sample_rows, ranks, wide
         self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._streams: dict[str, Tensor] = {}
@@ -217,7 +239,10 @@ class DriftAccumulator:
         """o: its input for the same tokens on the original path. lost [T, H]: what the residual
         stream lacks there, if the module's output is added to it."""
         x = self._heard[module].popleft()
-        self._add(self._sums, module, o.reshape(x.shape) - x, x)
+        drift = o.reshape(x.shape) - x
+        if module in self._wide:
+            drift = sample_linear(drift, self._wide[module])
+        self._add(self._sums, module, drift, x)
         if lost is not None:
             self._add(self._streams, module, lost, x)
         self._tokens[module] = self._tokens.get(module, 0) + len(x)
@@ -249,7 +274,7 @@ class DriftAccumulator:
             if stream is not None:
                 stream.div_(tokens)
                 lost = self._kept_streams.get(module, RowSample(0)).rows(stream.t())
-            found[module] = Drift(own.div_(tokens), sample, stream, lost)
+            found[module] = Drift(own.div_(tokens), sample, stream, lost, module in self._wide)
         return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from quantkit.calibrate.hidden_states import stored_states
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats.base import Format, output_config
@@ -203,16 +204,19 @@ class Output:
             }
         return weights, unquantized, facts
 
-    def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def save_state(
+        self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any], *, fit: bool = True
+    ) -> None:
         """Save the hidden states at the input of a layer and the findings so far for a restart,
-        replacing those saved before."""
+        replacing those saved before. fit: into the host's memory, so that those of an accelerator
+        are copied there and written while it goes on."""
         metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
-        on_host = self.source.device.type == "cpu"
+        waits = self.source.device.type == "cpu" or not fit
         if self._saving:  # the previous layer's copies may still be being written
             self.writer.wait()
         hidden = (
             {name: tensor.contiguous() for name, tensor in tensors.items()}
-            if on_host
+            if waits
             else self._copies.of(tensors)
         )
         self._saving = True
@@ -222,11 +226,14 @@ class Output:
             self._saving = False
 
         self.writer.run_after(save)  # after the units before it
-        if on_host:  # not copies, and they change next
+        if waits:  # not copies, and they change next
             self.writer.wait()
 
-    def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-        """The layer whose input was saved last, with the saved states and facts."""
+    def load_state(
+        self, scratch: Path | None = None
+    ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """The layer whose input was saved last, with the saved states and facts. scratch: as of
+        `HiddenStates`."""
         path = self.writer.state_dir / "hidden.safetensors"
         if not path.exists():
             return None
@@ -234,8 +241,9 @@ class Output:
             metadata = file.metadata()
             if metadata["run"] != self._run:  # of an unfinished output that was replaced
                 return None
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return int(metadata["layer"]), tensors, json.loads(metadata["facts"])
+            names = [*file.keys()]
+        tensors = {name: stored_states(path, name, scratch) for name in names}
+        return int(metadata["layer"]), tensors, json.loads(metadata["facts"])
 
     def finish(self, grid: Grid, more: dict[str, bytes]) -> None:
         """Write config, manifest, auxiliary files, and `more`; OUT exists when this returns. grid:

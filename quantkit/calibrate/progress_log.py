@@ -14,6 +14,7 @@ from quantkit.calibrate.linear_solver import LinearResult
 from quantkit.calibrate.output import Output
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.common.progress import Note, OnEvent, Progress
+from quantkit.common.scratch import give_back
 from quantkit.grids.base import Weight
 from quantkit.models.table import Parameter
 
@@ -136,6 +137,7 @@ class ProgressLog:
         self.report(phase, unit)
 
     def report(self, phase: str, unit: str, *, found: bool = False) -> None:
+        give_back()
         memory = self._process.memory_info().rss
         self.on_event(
             Progress(

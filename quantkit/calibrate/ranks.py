@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import Observer, TokenBatch
 from quantkit.calibrate.output import Output
+from quantkit.common.scratch import give_back
 from quantkit.models.weights import ExpertsOp
 
 _PATIENCE = timedelta(days=7)
@@ -167,6 +168,7 @@ class BatchParallel:
             for batch in listed:
                 before(batch)
                 run(batch)
+                give_back()
             return
         for start in range(0, len(listed), size):
             together = listed[start : start + size]  # one for every rank
@@ -179,6 +181,7 @@ class BatchParallel:
                 before(batch)
                 for number, module, shown in self._sent(own, source):
                     self._listeners[number](module, *shown)
+                give_back()
 
     def _own(self, batch: TokenBatch, run: Callable[[TokenBatch], object]) -> list[Call]:
         self._calls = calls = list[Call]()

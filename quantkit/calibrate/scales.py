@@ -274,7 +274,8 @@ class LinearInput:
         drift = self.drift
         if drift is None:
             return w
-        changes = [((drift.sample - self.sample) @ w.t(), w @ self._correction)]
+        change = self.curvature.solved(drift.inputs) if drift.wide else w @ self._correction
+        changes = [((drift.sample - self.sample) @ w.t(), change)]
         if drift.stream is not None and drift.stream_sample is not None:
             changes.append((drift.stream_sample, self.curvature.solved(drift.stream)))
         room = LARGEST_CHANGE * w.norm()
@@ -318,11 +319,10 @@ def linear_input(
     curvature: Curvature | None = None,
     drift: Drift | None = None,
 ) -> LinearInput:
-    """curvature: of the unscaled input, if already computed; its memory is reused. drift: of the
-    unscaled input."""
-    curvature = (
-        input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
-    )
+    """curvature: of the unscaled input, if already computed; its memory, or that of the Hessian,
+    is reused. drift: of the unscaled input."""
+    if curvature is None:
+        curvature = Curvature.of_(statistics.mean_hessian, solvers.recipe.damping)
     if scale is None:
         return LinearInput(
             curvature,

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.hidden_states import HiddenStates, Observer, TokenBatch
+from quantkit.calibrate.hidden_states import HiddenStates, Observer, TokenBatch, copied_states
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
@@ -412,7 +413,7 @@ def advance(
     block = sublayer.build(weights)
 
     def take(_: str, after: Tensor) -> None:
-        states.hidden[started[-1].part] = after
+        states.put(started[-1].part, after)
 
     give = runs.shared_hook(take)
 
@@ -478,9 +479,9 @@ class AfterExperts:
     def block(self) -> DecoderLayer:
         return bare_layer(self.model, self.layer)
 
-    def padded(self, hidden: Tensor) -> Tensor:
-        """hidden [T, W] with room for the parallel linears."""
-        return F.pad(hidden, (0, self.extra)) if self.extra else hidden
+    def padded(self, hidden: Tensor, scratch: Path | None = None) -> Tensor:
+        """hidden [T, W] with room for the parallel linears; scratch: as of `HiddenStates`."""
+        return copied_states(hidden, scratch, self.extra) if self.extra else hidden
 
     def finish_(self, states: HiddenStates, before: Tensor) -> None:
         """Replace the hidden states by those after the layer. before [T, width]: their first
@@ -491,8 +492,9 @@ class AfterExperts:
             hidden[:, : self.width] = before[batch.part]
             context = CausalContext(batch.lengths, hidden.device)
             after = self.block.add_mlp_output(hidden, summed, context)
-            hidden[:, : after.shape[1]] = after
-        states.hidden = states.hidden[:, : states.hidden.shape[1] - self.extra].contiguous()
+            states.put(batch.part, after)
+        if self.extra:
+            states.hidden = copied_states(states.hidden[:, : -self.extra], states.scratch)
 
 
 @contextmanager
@@ -503,9 +505,9 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     if end is None:
         yield run_feed_forward
         return
-    kept = [(path, path.hidden[:, : end.width].clone()) for path in paths]
+    kept = [(path, copied_states(path.hidden[:, : end.width], path.scratch)) for path in paths]
     for path, _ in kept:
-        path.hidden = end.padded(path.hidden)
+        path.hidden = end.padded(path.hidden, path.scratch)
     yield run_without_post_moe
     for path, before in kept:
         end.finish_(path, before)

@@ -16,7 +16,7 @@ of a norm's division.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,13 @@ from quantkit.calibrate.hidden_states import (
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, OutputInputs, PartialRun, enough
-from quantkit.calibrate.input_sums import DriftAccumulator, Observer
+from quantkit.calibrate.input_sums import (
+    Drift,
+    DriftAccumulator,
+    InputStatistics,
+    Observer,
+    is_wide_input,
+)
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
@@ -48,7 +54,7 @@ def observe_output_linears(
     states: HiddenStatePair,
     ranks: Ranks,
     original: HiddenStates,
-) -> dict[str, LinearInput]:
+) -> tuple[dict[str, InputStatistics], dict[str, Drift]]:
     """Inputs of the linears that write to the residual stream, with the linears before them
     quantized: o_proj after quantized q, k and v, down_proj after quantized gate and up. By module.
     rounded: linears solved so far, by module; states, original: before this sublayer, the latter
@@ -58,7 +64,13 @@ def observe_output_linears(
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     sites = sublayer.output_sites(scaled.sites)
     scales = {group.observe: scaled.scales.get(group.name) for group in sublayer.groups}
-    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks)
+    tensors = source.dequantized_all(sublayer.needed)
+    wide = {
+        site: folded[name] if scaled.folding.changes(name) else tensors[name]
+        for site in sites
+        if is_wide_input(tensors[name := f"{site}.weight"], scaled.sites[site])
+    }
+    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks, wide)
     outputs, partial = OutputInputs(observer, total), PartialRun()
     partial.wanted = sites
     runs = BatchParallel(ranks, states.quantized.hidden.device)
@@ -76,7 +88,6 @@ def observe_output_linears(
         return lambda module, x: shared(module, x) if module in sites else None
 
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
-    tensors = source.dequantized_all(sublayer.needed)
     kept = [  # the last linears' outputs are not used
         row.name
         for row in sublayer.needed
@@ -93,12 +104,16 @@ def observe_output_linears(
     )
     block, exact = map(sublayer.build, both)
 
-    def original_part(batch: TokenBatch) -> Tensor:
-        """The batch's hidden states on the original path."""
+    def original_part(batch: TokenBatch) -> tuple[HiddenStates, slice]:
+        """The batch on the original path."""
         if not batch.held_out:
-            return original.hidden[batch.part]
+            return original, batch.part
         fitted = states.quantized.fitted
-        return states.original.hidden[batch.part.start - fitted : batch.part.stop - fitted]
+        return states.original, slice(batch.part.start - fitted, batch.part.stop - fitted)
+
+    def original_hidden(batch: TokenBatch) -> Tensor:
+        of, part = original_part(batch)
+        return of.hidden[part]
 
     only, added = _only_writer(scaled, sites), list[bool]()
 
@@ -106,7 +121,7 @@ def observe_output_linears(
         """What the stream of the batch lacks, if the outputs of the only linear are added to it."""
         if only is None:
             return None
-        before, scale = original_part(batches[-1]), scales.get(only)
+        before, scale = original_hidden(batches[-1]), scales.get(only)
         if not added:
             o = outputs.original(only)
             o = o if scale is None else o * scale
@@ -118,7 +133,8 @@ def observe_output_linears(
     def take(_: str, after: Tensor) -> None:
         outputs.finish_batch(after[:, : sublayer.width], lost_before(after))
         if sublayer.experts is None:
-            original_part(batches[-1]).copy_(after)
+            of, part = original_part(batches[-1])
+            of.put(part, after)
 
     give = runs.shared_hook(take)
 
@@ -128,18 +144,14 @@ def observe_output_linears(
         if batch in observed:
             hidden = states.quantized.hidden[batch.part]
             partial(lambda: sublayer.run(block, hidden, batch.lengths), batch.tokens)
-        give("", sublayer.run(exact, original_part(batch), batch.lengths))
+        give("", sublayer.run(exact, original_hidden(batch), batch.lengths))
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
         batches.append(batch)
 
     runs.over(observed if sublayer.experts else [*calibration, *held_out], run, begin)
-    drifts = total.finish()
-    return {
-        site: linear_input(own, sublayer.solvers, None, drift=drifts[site])
-        for site, own in observer.finish().items()
-    }
+    return observer.finish(), total.finish()
 
 
 STREAM_BITS = 4
@@ -355,9 +367,9 @@ def solve_sublayer(
     """Quantize every linear of the sublayer. The linears of one input at a time are held in
     float32, the widest input's first.
 
-    states, original: before this sublayer; if `original` has the calibration tokens on the original
-    path, linears that write to the residual stream come last, and compensate for the quantization
-    before them.
+    scaled: its inputs are released as they are used, but for the experts'. states, original: before
+    this sublayer; if `original` has the calibration tokens on the original path, linears that write
+    to the residual stream come last, and compensate for the quantization before them.
     """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
@@ -372,20 +384,25 @@ def solve_sublayer(
     for first, modules in sites:
         if not observed and sublayer.output_linears.issuperset(modules):
             assert original is not None
+            for site in sublayer.output_sites(scaled.sites):
+                scaled.inputs.pop(site, None)  # of which a scale was found
             weights = {module: one.weight for module, one in linears.items()}
-            scaled, observed = (
-                replace(
-                    scaled,
-                    inputs=scaled.inputs
-                    | observe_output_linears(scaled, source, weights, states, ranks, original),
-                ),
-                True,
+            inputs, drifts = observe_output_linears(
+                scaled, source, weights, states, ranks, original
             )
+            for site in [*inputs]:
+                drift = drifts.pop(site)
+                scaled.inputs[site] = linear_input(
+                    inputs.pop(site), sublayer.solvers, None, drift=drift
+                )
+            observed = True
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.by_solver([row.module for row in own]).items():
             linears |= _solve_site(
                 scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks
             )
+        if first != sublayer.experts_site:
+            scaled.inputs.pop(first, None)
     changed = [
         row
         for row in sublayer.rows

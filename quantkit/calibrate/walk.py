@@ -13,19 +13,26 @@ experts. Hidden states at the input of each layer are saved, so a stopped run re
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.block_drafts import BlockDrafts, Blocks
+from quantkit.calibrate.block_drafts import BlockDrafts, Blocks, accepted_mtp_drafts
 from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer, mtp_states
+from quantkit.calibrate.embed_and_head import (
+    EmbedAndHead,
+    TableEmbedAndHead,
+    embedded_states,
+    mtp_states,
+)
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.hidden_states import (
     Batches,
     HiddenStatePair,
     HiddenStates,
+    copied_states,
     keep_freed_blocks,
     mean_row_distance,
 )
@@ -37,13 +44,10 @@ from quantkit.calibrate.input_statistics import (
 from quantkit.calibrate.input_sums import Observer
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.output_cost import (
-    BLOCK_ROWS,
     JUDGED_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
-    accepted_shares,
     compare_paths,
-    likeliest_tokens,
 )
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
@@ -83,7 +87,7 @@ class SublayerResult:
 
 class Walk:
     """One calibrated run over one model. embed_and_head: if the table does not define them. cache:
-    of a scheme with an 8-bit cache."""
+    of a scheme with an 8-bit cache. scratch: of hidden states that do not fit into memory."""
 
     def __init__(
         self,
@@ -94,12 +98,16 @@ class Walk:
         batches: Batches,
         embed_and_head: EmbedAndHead | None = None,
         cache: QuantizedCache | None = None,
+        scratch: Path | None = None,
     ) -> None:
         self.embed_and_head = embed_and_head or TableEmbedAndHead(
             model.weights, model.rows, model.config
         )
         self.model, self.solvers, self.log = model, solvers, log
         self.ranks, self.batches, self.cache = ranks, batches, cache
+        self.fit = scratch is None
+        """Whether hidden states fit into the host's memory."""
+        self.scratch = scratch if model.weights.device.type == "cpu" else None
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, self.embed_and_head)
         self.rtn: RtnRun | None = None
@@ -116,34 +124,7 @@ class Walk:
         """Quantize every decoder layer, and MTP layers. Tables outside the layers are left to the
         caller."""
         keep_freed_blocks()
-        saved = self.log.store.load_state()
-        self.ranks.barrier()  # all ranks start from the same state
-        first = self.model.layers[0]
-        if saved is None:
-            states, fitted = self._embedded(sequences)
-            judged = states.quantized.hidden[states.quantized.fitted :]
-            rtn_states = judged.clone() if len(judged) else None
-        else:
-            first, tensors, facts = saved
-            self.log.findings = Findings(**facts)
-            states = self._states(tensors["quantized"], tensors["original"], sequences)
-            rtn_states = tensors.get("plain")  # older versions did not save it
-            fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
-        if rtn_states is not None:  # on every rank: each adds its experts' outputs
-            hidden = rtn_states.to(states.original.hidden.device)
-            self.rtn = RtnRun(
-                replace(states.original, hidden=hidden),
-                self.model.weights,
-                self.solvers,
-                self.cache,
-            )
-        if fitted is not None:
-            lengths = [len(s) for s in sequences.calibration]
-            path = HiddenStates(
-                fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens
-            )
-            self.path = ReferenceRun(path)
-        head = BlockDrafts.of(self.model, states, None if saved is None else saved[1])
+        first, states, head = self._begun(sequences)
         for layer in self.model.layers:
             if layer >= first:
                 if head is not None:
@@ -171,19 +152,51 @@ class Walk:
                 self._layer(layer, drafts)
                 first = layer == self.model.mtp_layers[0]
                 if first and len(drafts.original.hidden) and self.ranks.is_main:
-                    self._compare_drafts(layer, states, drafts, sequences)
+                    ends = self.embed_and_head, self.residual.head
+                    self.log.findings.next_token |= accepted_mtp_drafts(
+                        self.model, *ends, layer, states, drafts, sequences
+                    )
         return self.log.findings
+
+    def _begun(self, sequences: Sequences) -> tuple[int, HiddenStatePair, BlockDrafts | None]:
+        """The layer to begin with, the states at its input, and what a DSpark head has read. A
+        stopped run goes on where it was saved."""
+        saved = self.log.store.load_state(self.scratch)
+        self.ranks.barrier()  # all ranks start from the same state
+        first, tensors = self.model.layers[0], None
+        if saved is None:
+            states, fitted = self._embedded(sequences)
+            judged = states.quantized.hidden[states.quantized.fitted :]
+            rtn_states = copied_states(judged, self.scratch) if len(judged) else None
+        else:
+            first, tensors, facts = saved
+            self.log.findings = Findings(**facts)
+            states = self._states(tensors["quantized"], tensors["original"], sequences)
+            rtn_states = tensors.get("plain")  # older versions did not save it
+            fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
+        device = states.original.hidden.device
+        if rtn_states is not None:  # on every rank: each adds its experts' outputs
+            rtn = replace(states.original, hidden=rtn_states.to(device))
+            self.rtn = RtnRun(rtn, self.model.weights, self.solvers, self.cache)
+        if fitted is not None:
+            lengths, count = [len(s) for s in sequences.calibration], len(fitted)
+            kept = self.batches.tokens, self.scratch
+            self.path = ReferenceRun(HiddenStates(fitted.to(device), count, lengths, *kept))
+        return first, states, BlockDrafts.of(self.model, states, tensors)
 
     def _embedded(self, sequences: Sequences) -> tuple[HiddenStatePair, Tensor | None]:
         """Both paths at the input of the first layer, and with drift what the calibration tokens
         have on the original one."""
         every = [*sequences.calibration, *sequences.held_out]
-        hidden, fitted = self.embed_and_head.embed(every), sum(map(len, sequences.calibration))
-        original = hidden[fitted:].clone()
-        source = hidden[:fitted].clone() if "drift" in self.solvers.methods else None
-        embed = self.embed_and_head
+        embed, scratch = self.embed_and_head, self.scratch
+        fitted = sum(map(len, sequences.calibration))
+        hidden = embedded_states(embed, every, scratch)
+        original = copied_states(hidden[fitted:], scratch)
+        source = (
+            copied_states(hidden[:fitted], scratch) if "drift" in self.solvers.methods else None
+        )
         if isinstance(embed, TableEmbedAndHead) and embed.embedding.module in self.model.quantized:
-            hidden = embed.embed(every, self._round_embedding(embed.embedding))
+            hidden = embedded_states(embed, every, scratch, self._round_embedding(embed.embedding))
         return self._states(hidden, original, sequences), source
 
     def _round_embedding(self, row: Parameter) -> Tensor:
@@ -202,13 +215,13 @@ class Walk:
         return dequantize(weight).cpu()
 
     def _states(self, quantized: Tensor, original: Tensor, sequences: Sequences) -> HiddenStatePair:
-        device, at_once = self.model.weights.device, self.batches.tokens
+        device, kept = self.model.weights.device, (self.batches.tokens, self.scratch)
         fitted, held_out = (
             [len(s) for s in part] for part in (sequences.calibration, sequences.held_out)
         )
         return HiddenStatePair(
-            HiddenStates(quantized.to(device), sum(fitted), [*fitted, *held_out], at_once),
-            HiddenStates(original.to(device), 0, held_out, at_once),
+            HiddenStates(quantized.to(device), sum(fitted), [*fitted, *held_out], *kept),
+            HiddenStates(original.to(device), 0, held_out, *kept),
         )
 
     # --- layers
@@ -224,7 +237,7 @@ class Walk:
                 hidden["fitted"] = self.path.states.hidden
             if head is not None:
                 hidden |= head.projected
-            self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
+            self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict(), fit=self.fit)
 
     def _layer(self, layer: int, states: HiddenStatePair, attend: Run = run_attention) -> None:
         next_token = self._next_token_cost(layer, states.quantized)
@@ -409,42 +422,6 @@ class Walk:
             self._layer(layer, blocks.states, blocks.attend)
         if self.ranks.is_main:
             self.log.findings.next_token |= blocks.accepted()
-
-    def _compare_drafts(
-        self,
-        layer: int,
-        states: HiddenStatePair,
-        drafts: HiddenStatePair,
-        sequences: Sequences,
-    ) -> None:
-        """How often the first MTP layer's likeliest token is the model's own, of the source and of
-        what was quantized, each with its own model, on held-out text; _own: on what it wrote."""
-        weights, embed_and_head = self.model.weights, self.embed_and_head
-        rows = self.model.layer_rows(layer)
-        head = next((row for row in rows if row.role == "head"), self.residual.head)
-        block = mtp_layer(self.model, layer, torch.zeros(1, self.model.config.hidden_size))
-        # A draft of token i + 2 is made after token i, and checked after token i + 1.
-        lengths = torch.tensor(states.original.lengths)
-        checked = torch.ones(len(states.original.hidden), dtype=torch.bool)
-        checked[lengths.cumsum(0) - lengths] = False
-
-        def held_out(pair: HiddenStatePair) -> tuple[Tensor, Tensor]:
-            return pair.original.hidden, pair.quantized.hidden[pair.quantized.fitted :]
-
-        normed = [
-            embed_and_head.final_norm(one[checked.to(one.device)]) for one in held_out(states)
-        ]
-        made = map(block.head_input, held_out(drafts))
-        token = likeliest_tokens(torch.cat(normed), weights.blocks(self.residual.head, BLOCK_ROWS))
-        draft = likeliest_tokens(torch.cat([*made]), weights.blocks(head, BLOCK_ROWS))
-        right = (token == draft).double().view(2, -1).cpu()
-        found = accepted_shares("accepted_drafts", right)
-        written = torch.tensor([one in sequences.written for one in range(len(lengths))])
-        if bool(written.any()):
-            own = written.repeat_interleave(lengths - 1)
-            found |= accepted_shares("accepted_drafts_own", right[:, own])
-            found["accepted_drafts_own_tokens"] = int(own.sum())
-        self.log.findings.next_token |= found
 
     def _quantize_head(self, states: HiddenStates) -> None:
         """Solve the head by the outputs of the final norm, or load what an earlier run wrote."""

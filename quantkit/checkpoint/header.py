@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, open_file, parse_json
+from quantkit.common.scratch import give_back
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -55,6 +56,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_NAME, _MAX_DIMENSIONS = 1000, 64
 _MAX_VALUES = 2**62  # of a tensor, ignoring dimensions of size 0: torch counts in 64 bits
 _SIZES = range(_MAX_VALUES + 1)
+_PART = 2**24
+"""Values that `save_tensors` writes at a time."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous CPU tensors to a safetensors file, atomically. Raises OSError.
+    """Write contiguous tensors to a safetensors file, atomically, in parts: those of a device, or
+    of a file, are never whole in memory. Raises OSError.
 
     The safetensors package before 0.8 holds the GIL for the whole write: for the seconds that
     hidden states of several GB take, no thread could launch GPU work.
@@ -265,7 +269,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     with new_file(path) as file:
         write_at(file.fileno(), memoryview(header), 0)
         for one in placed:
-            write_at(file.fileno(), bytes_of(tensors[one.name]), one.offset)
+            flat, offset = tensors[one.name].view(-1), one.offset
+            for part in flat.split(_PART) if len(flat) else ():
+                write_at(file.fileno(), bytes_of(part.cpu()), offset)
+                offset += part.numel() * part.element_size()
+                give_back()
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,11 @@ class Plan(Result):
             *((f"  at {one.bits:.2f} bits", one.describe()) for one in self.sizes),
             ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
             *(
+                [("hidden states, in a file", f"{format_bytes(host.in_file)} next to the output")]
+                if host.in_file
+                else []
+            ),
+            *(
                 [("host memory, n-gram tables", f"{format_bytes(tables)} when it is served")]
                 if (tables := self.host_table_bytes)
                 else []
@@ -195,9 +200,8 @@ def plan(
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.source.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
-    state = (
-        2 * peak.hidden_states
-    )  # of the last finished layer, and of the next one while it is written
+    # Of the last finished layer, and of the next one while it is written; and those of the run.
+    state = 2 * peak.hidden_states + 3 * peak.in_file
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,

@@ -84,12 +84,24 @@ class Curvature:
     @classmethod
     def of(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
-        order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-        # Cholesky's factor is lower, and an upper one is needed: that of the channels in reverse,
-        # reversed back.
-        reverse = damp_(_permuted(hessian, order.flip(-1)), damping, shrinkage)
-        energy = reverse.diagonal(dim1=-2, dim2=-1).flip(-1)
-        return cls(reverse_(torch.linalg.cholesky(reverse)), energy, order)
+        order = _by_energy(hessian)
+        return cls._of_(_permuted(hessian, order.flip(-1)), order, damping, shrinkage)
+
+    @classmethod
+    def of_(cls, hessian: Tensor, damping: float) -> "Curvature":
+        """The same of one H, [K, K], in its memory."""
+        order = _by_energy(hessian)
+        return cls._of_(permute_(hessian, order.flip(-1)), order, damping)
+
+    @classmethod
+    def _of_(
+        cls, reverse: Tensor, order: Tensor, damping: float, shrinkage: float = 0.0
+    ) -> "Curvature":
+        """From H with its channels in the reverse of `order`, in its memory: Cholesky's factor is
+        lower, and an upper one is needed, which that of the reverse is, reversed back."""
+        energy = damp_(reverse, damping, shrinkage).diagonal(dim1=-2, dim2=-1).flip(-1)
+        factor = mirror_(reverse).mT  # LAPACK's matrices are column by column
+        return cls(reverse_(torch.linalg.cholesky(factor, out=factor)), energy, order)
 
     @property
     def diagonal(self) -> Tensor:
@@ -209,6 +221,31 @@ def column_major(update: Tensor) -> Tensor:
     """[..., C, C] with the coefficients of one column contiguous on a GPU, as its kernel reads
     them."""
     return update.mT.contiguous().mT if update.is_cuda else update
+
+
+def _by_energy(hessian: Tensor) -> Tensor:
+    """Channels of [..., K, K] by descending energy, [..., K]."""
+    energy = hessian.diagonal(dim1=-2, dim2=-1)
+    return energy.argsort(dim=-1, descending=True, stable=True)
+
+
+def permute_(square: Tensor, order: Tensor) -> Tensor:
+    """[K, K] with rows and columns in `order` [K], in place; needs one panel of memory."""
+    for dim in (0, 1):
+        for panel in square.split(_PANEL, 1 - dim):
+            panel.copy_(panel.index_select(dim, order))
+    return square
+
+
+def mirror_(square: Tensor) -> Tensor:
+    """The upper triangle of [..., K, K] made that of the lower one, in place: sums of x x^T are
+    symmetric but for their last bits."""
+    for start in range(0, square.shape[-1], _PANEL):
+        own, after = slice(start, start + _PANEL), slice(start + _PANEL, None)
+        block = square[..., own, own].tril_()
+        block += block.tril(-1).mT
+        square[..., own, after] = square[..., after, own].mT
+    return square
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:

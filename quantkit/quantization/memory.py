@@ -1,6 +1,6 @@
 """Expected peak memory of a run, computed from shapes before it starts.
 
-A calibrated run holds the hidden states of all tokens, and one of:
+A calibrated run holds the hidden states of all tokens, in memory or in a file, and one of:
   sublayer  of attention or feed-forward: its weights and Hessians; or its Hessians and their
   factors, the
             largest being computed; or the factors and the linears of one input being solved
@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, LARGEST_KEPT, Batches
+from quantkit.calibrate.input_sums import WIDE
 from quantkit.calibrate.output_cost import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import MAX_QUEUED
@@ -40,8 +41,10 @@ _RUN = 6
 sublayer."""
 _PIECE = 7
 """Matrices of the size of the piece being solved."""
-_SEARCHED = 3
-"""Squares of an input while it is factored: its Hessian, the permuted one, and its factor."""
+_SEARCHED = 2
+"""Squares of an input whose scale is searched: its Hessian, and its factor."""
+_CORRECTED = 2
+"""Copies of an input's drift while it is multiplied by the inverse of the Hessian."""
 _PANELS = 3 * 512
 """Rows of such a square that are copied meanwhile."""
 _BATCH = 6
@@ -53,6 +56,9 @@ _COPIED = 3
 _ROUNDED = 6 * _FLOAT
 """Bytes per value of a matrix that is rounded to nearest, as in `rtn_peak`."""
 _GIB = 2**30
+BUDGET = 16 * _GIB
+"""Of a run without --memory: where it would exceed this, hidden states lie in a file, and then
+batches are smaller. It is not refused."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class RunSizes:
     """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest.
     quantized: modules to quantize. mlp_output_width: as of `ModelConfig`. state_width: values of a token's hidden state in all its
     residual streams. drift: whether calibration tokens also run through the original path.
-    kept_width: values of a token that a draft head has read (calibrate/block_drafts.py)."""
+    kept_width: values of a token that a draft head has read (calibrate/block_drafts.py). in_file:
+    whether hidden states lie in a file."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
@@ -74,21 +81,33 @@ class RunSizes:
     batches: Batches
     drift: bool = False
     kept_width: int = 0
+    in_file: bool = False
 
     @property
-    def original_tokens(self) -> int:
-        """Tokens on the original path besides the held-out ones."""
-        return self.tokens - self.judged if self.drift else 0
+    def every_path(self) -> int:
+        """Tokens of all paths: the held-out ones of the source and of the RTN run, and with drift
+        the calibration tokens on the original path, too."""
+        again = self.tokens - self.judged if self.drift else 0
+        return self.tokens + 2 * self.judged + again
+
+    @property
+    def read_width(self) -> int:
+        """Channels of the routed experts' input."""
+        rows = (row for rows in self.units.values() for row in rows if row.expert is not None)
+        return next((row.shape[-1] for row in rows), self.hidden_size)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of host memory alive together at the peak, which is reached at the unit `where`."""
+    """Bytes of host memory alive together at the peak, which is reached at the unit `where`.
+    in_file: of hidden states that lie in a file and not in memory, with copies of some channels
+    that a layer needs."""
 
     process: int
     hidden_states: int
     work: int
     where: str
+    in_file: int = 0
 
     @property
     def total(self) -> int:
@@ -96,7 +115,8 @@ class Peak:
 
 
 def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
-    """Peak memory of the run, in batches that keep it under `ceiling` bytes if any do."""
+    """Peak memory of the run, in batches that keep it under `ceiling` bytes, or BUDGET, if any
+    do."""
     quantized = {row.module for row in job.linears}
     if not job.request.methods and not job.request.recipe.prune:
         return rtn_peak(job.units, quantized), Batches()
@@ -120,10 +140,9 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     if job.request.mixture.chooses:
         layers = {row.layer for row in job.rows if row.layer is not None and not row.mtp}
         measuring = sensitivity_peak(work, len(layers))
-    peak, batches = batched_peak(
-        work, ceiling if ceiling is None or not job.inventory.by_name else ceiling - MODULES_BYTES
-    )
-    peak = max(peak, measuring, key=lambda one: one.total)
+    budget = BUDGET if ceiling is None else ceiling
+    peak, batches = batched_peak(work, budget - MODULES_BYTES * job.inventory.by_name)
+    peak = replace(max(peak, measuring, key=lambda one: one.total), in_file=peak.in_file)
     return (
         replace(peak, process=peak.process + MODULES_BYTES) if job.inventory.by_name else peak
     ), batches
@@ -131,8 +150,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
 
 def calibrated_peak(work: RunSizes) -> Peak:
     """Peak of a calibrated run."""
-    # The held-out ones of the source and of the RTN run, too.
-    channel = (work.tokens + 2 * work.judged + work.original_tokens) * _FLOAT
+    channel = work.every_path * _FLOAT
     kept = (work.tokens + work.judged) * work.kept_width * _FLOAT
     hidden, copied = channel * work.state_width + kept, 0
     if any(row.after_experts for rows in work.units.values() for row in rows):
@@ -141,6 +159,9 @@ def calibrated_peak(work: RunSizes) -> Peak:
             parallel[row.layer] += row.shape[0]
         # From before the experts' half of a layer, until all of them have added.
         copied = channel * (work.mlp_output_width + max(parallel.values(), default=0))
+    in_file = 0
+    if work.in_file:
+        in_file, hidden, copied = hidden + copied, 0, 0
     moments = [
         (bytes_ + copied * any(row.after_experts for row in rows), unit)
         for unit, rows in work.units.items()
@@ -160,9 +181,8 @@ def calibrated_peak(work: RunSizes) -> Peak:
         if rows[0].layer is None
     ]
     bytes_, unit = max([*moments, *tables], key=lambda moment: moment[0])
-    return Peak(
-        PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), unit
-    )  # and freed blocks kept for reuse
+    freed = min(2 * LARGEST_KEPT, bytes_ // 8)  # blocks kept for reuse
+    return Peak(PROCESS_BYTES, hidden, bytes_ + freed, unit, in_file)
 
 
 def sensitivity_peak(work: RunSizes, layers: int) -> Peak:
@@ -198,11 +218,14 @@ def sensitivity_peak(work: RunSizes, layers: int) -> Peak:
     return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), where)
 
 
-def batched_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
+def batched_peak(work: RunSizes, ceiling: int) -> tuple[Peak, Batches]:
     """The peak in the largest batches that keep it under `ceiling` bytes, or in the smallest if
-    none do; and these batches."""
+    none do; and these batches. Hidden states that would exceed it lie in a file."""
     peak = calibrated_peak(work)
-    while ceiling is not None and peak.total > ceiling and work.batches.halved() != work.batches:
+    if peak.total > ceiling:
+        work = replace(work, in_file=True)
+        peak = calibrated_peak(work)
+    while peak.total > ceiling and work.batches.halved() != work.batches:
         work = replace(work, batches=work.batches.halved())
         peak = calibrated_peak(work)
     return peak, work.batches
@@ -254,64 +277,81 @@ def samples_within(job: Job, ceiling: int) -> int:
 
 
 def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
-    """Of the head, or of one sublayer: while its inputs are observed, while each one's scale is searched, while its
-    linears are solved, and while it runs quantized."""
+    """Of the head, or of one sublayer: while its inputs are observed, while each one's scale is
+    searched, while its linears are solved, and while it runs quantized."""
     linears = [row for row in rows if row.module in work.quantized]
     table = rows[0].layer is None  # the head, which no tokens run through
     if rows[0].expert is not None or rows[0].role == "embedding" or not linears:
         return []
-    weights = _FLOAT * sum(_values(row) for row in rows)
-    routed = (
-        (work.tokens + 2 * work.judged + work.original_tokens) * work.hidden_size * _FLOAT
-        if any(row.role == "router" for row in rows)
-        else 0
+    one_stream, drift = work.state_width == work.hidden_size, work.drift and not table
+    weights = _FLOAT * sum(map(_values, rows))
+    held = work.every_path * work.read_width * _FLOAT * any(row.role == "router" for row in rows)
+    held += _FLOAT * work.hidden_size**2 * one_stream  # the cost of an error in that stream
+    # With drift those that write to the residual stream are observed again, after the others.
+    early, late = (
+        _readers([row for row in linears if (drift and row.split == "row") == last])
+        for last in (False, True)
     )
-    held = routed + _FLOAT * work.hidden_size**2  # and the cost of an error in the residual stream
-    readers: dict[int, list[int]] = {}  # bytes of the linears, by their input channels
-    for row in linears:
-        readers.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
-    squares = {columns: _FLOAT * columns**2 for columns in readers}
-    if work.drift:
-        held += sum(squares.values())
-        # What the residual stream lacks, by the inputs of the linears that write to it.
-        held += _FLOAT * sum(_values(row) for row in linears if row.split == "row")
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
-    run = (
-        _RUN
-        * _FLOAT
-        * passed
-        * (widest if work.state_width == work.hidden_size else max(widest, work.state_width))
-    )
-    moments = [
-        held + weights + sum(squares.values()) + run,
-        held + weights + weights // _FLOAT + run,
-    ]
-    moments = [] if table else moments
-    for columns, sizes in readers.items():
-        # Every input has its Hessian, and those searched before their factors.
-        others = sum(2 * squares[k] for k in squares if k != columns)
-        moments.append(held + others + _SEARCHED * squares[columns] + _FLOAT * _PANELS * columns)
-        piece = min(_FLOAT * max(work.batches.piece_values, columns), max(sizes))
-        solved = sum(map(sum, readers.values())) // _FLOAT  # a byte a value of those already solved
-        aimed = (
-            squares[columns] + max(sizes) if work.drift else 0
-        )  # the correction matrix, and the change of a weight
-        moments.append(
-            held
-            + sum(squares.values())
-            + solved
-            + sum(sizes)
-            + _SOLVED * max(sizes)
-            + _PIECE * piece
-            + aimed
-        )
+    run = _RUN * _FLOAT * passed * (widest if one_stream else max(widest, work.state_width))
+    squares, again = (sum(map(_square, sites)) for sites in (early, late))
+    drifts = drift * squares  # of the inputs on both paths
+    moments = [] if table else [held + weights + squares + drifts + again + run]
+    moments += [] if table else [held + weights + weights // _FLOAT + run]
+    every = [*early, *late]
+    moments.append(held + drifts + _SEARCHED * (squares + again) + _panels(max(every)))
+    solved = weights // _FLOAT  # a byte a value of those already solved
+    for columns, sizes in early.items():
+        factors = squares + drifts + again
+        # What a correction is computed in; later it is one square, and changes a weight.
+        corrected = _CORRECTED * _square(columns) + max(sizes) if drift else 0
+        aimed = _square(columns) + max(sizes) if drift else 0
+        moments += [held + factors + corrected, held + factors + aimed + _solving(work, sizes)]
+    if late:
+        lost = sum(sum(sizes) for sizes in late.values()) * one_stream  # by the stream
+        lost += sum(_drift(columns, sizes) for columns, sizes in late.items())
+        rounded = _FLOAT * sum(_values(row) for row in linears if row.split != "row")
+        moments.append(held + weights + rounded + again + lost + run)
+        moments.append(held + solved + again + lost + _panels(max(late)))
+    for columns, sizes in late.items():
+        changed = _CORRECTED * _drift(columns, sizes) + (1 + one_stream) * max(sizes)
+        moments += [held + solved + again + lost + changed + max(sizes)]
+        moments += [held + solved + again + lost + _solving(work, sizes)]
     return moments
 
 
+def _readers(linears: list[Parameter]) -> dict[int, list[int]]:
+    """Bytes in float32 of the linears, by their input channels."""
+    found: dict[int, list[int]] = {}
+    for row in linears:
+        found.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
+    return found
+
+
+def _square(columns: int) -> int:
+    return _FLOAT * columns**2
+
+
+def _panels(columns: int) -> int:
+    return _FLOAT * _PANELS * columns
+
+
+def _drift(columns: int, sizes: list[int]) -> int:
+    """Of an input observed after the linears before it are quantized."""
+    square = _square(columns)
+    return sizes[0] if len(sizes) == 1 and sizes[0] < square >= WIDE else square
+
+
+def _solving(work: RunSizes, sizes: list[int]) -> int:
+    """Linears of one input, of these bytes, while one of them is solved."""
+    columns_piece = min(_FLOAT * work.batches.piece_values, max(sizes))
+    return sum(sizes) + _SOLVED * max(sizes) + _PIECE * columns_piece
+
+
 def _experts_bytes(work: RunSizes, layer: int) -> int:
-    """Of one batch of routed experts; those with the most tokens get about four times their
-    share."""
+    """Of one batch of routed experts; those with the most tokens get about four times their share,
+    but no more than half of all."""
     rows = [row for rows in work.units.values() for row in rows if row.layer == layer]
     experts = [row for row in rows if row.expert is not None]
     expert = [row for row in experts if row.expert == experts[0].expert]
@@ -320,8 +360,9 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
     batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
     width, read = min(row.shape[0] for row in expert), expert[0].shape[-1]
-    routed = (work.tokens + 2 * work.judged + work.original_tokens) * read * _FLOAT
-    busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
+    routed = work.every_path * read * _FLOAT
+    share = work.tokens * work.experts_per_token // count
+    busiest = max(share, min(work.tokens // 2, 4 * share))
     tokens = _FLOAT * busiest * (2 * read + 3 * width)
     squares = _FLOAT * (5 * read**2 + 4 * batch * width**2)
     if work.drift:

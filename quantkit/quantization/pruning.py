@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import TableEmbedAndHead, mtp_states
+from quantkit.calibrate.embed_and_head import TableEmbedAndHead, embedded_states, mtp_states
 from quantkit.calibrate.expert_layer import expert_batch_values, expert_batches, expert_weights
 from quantkit.calibrate.experts import add_weighted
 from quantkit.calibrate.hidden_states import (
@@ -34,6 +34,7 @@ from quantkit.calibrate.hidden_states import (
     HiddenStatePair,
     HiddenStates,
     keep_freed_blocks,
+    stored_states,
 )
 from quantkit.calibrate.source_model import (
     ParameterReader,
@@ -74,17 +75,18 @@ class Saliency:
 @dataclass(frozen=True)
 class SaliencyWalk:
     """One walk over a source. batches: how much is processed at a time. report: called with the
-    number of each layer at its start."""
+    number of each layer at its start. scratch: as of `HiddenStates`."""
 
     model: SourceModel
     batches: Batches
     store: "_Store"
     report: Callable[[int], None]
+    scratch: Path | None = None
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Saliency:
         keep_freed_blocks()
-        saved = self.store.load()
+        saved = self.store.load(self.scratch)
         if saved is None:
             first, states, found = (
                 self.model.layers[0],
@@ -106,18 +108,18 @@ class SaliencyWalk:
 
     def _embedded(self, sequences: Sequences) -> Tensor:
         embed_and_head = TableEmbedAndHead(self.model.weights, self.model.rows, self.model.config)
-        return embed_and_head.embed([*sequences.calibration, *sequences.held_out])
+        every = [*sequences.calibration, *sequences.held_out]
+        return embedded_states(embed_and_head, every, self.scratch)
 
     def _states(self, hidden: Tensor, sequences: Sequences) -> HiddenStates:
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
         fitted = sum(len(s) for s in sequences.calibration)
-        return HiddenStates(
-            hidden.to(self.model.weights.device), fitted, lengths, self.batches.tokens
-        )
+        hidden = hidden.to(self.model.weights.device)
+        return HiddenStates(hidden, fitted, lengths, self.batches.tokens, self.scratch)
 
     def _mtp_states(self, layer: int, states: HiddenStates, sequences: Sequences) -> HiddenStates:
         fitted = Sequences([*sequences.calibration, *sequences.held_out], [])
-        nothing = HiddenStates(states.hidden[:0], 0, [], states.batch_tokens)
+        nothing = HiddenStates(states.hidden[:0], 0, [], states.batch_tokens, self.scratch)
         found = mtp_states(self.model, layer, HiddenStatePair(states, nothing), fitted).quantized
         found.fitted = sum(len(s) - 1 for s in sequences.calibration)
         return found
@@ -143,7 +145,7 @@ class SaliencyWalk:
         weights = LayerWeights(model.weights.dequantized_all(needed), recorder)
         block = decoder_layer(model, layer, weights)
         for batch in states.batches():
-            states.hidden[batch.part] = run(block, states.hidden[batch.part], batch.lengths)
+            states.put(batch.part, run(block, states.hidden[batch.part], batch.lengths))
         return recorder.routed(states.fitted, 0)
 
     def _experts(self, layer: int, states: HiddenStates, routed: RoutedTokens) -> list[float]:
@@ -267,9 +269,11 @@ def prune(
     batches: Batches,
     state: Path,
     report: Callable[[int], None],
+    scratch: Path | None = None,
 ) -> PrunedExperts:
     """Find the experts that contribute least, or what an earlier run found and left in the folder
-    `state`, and remove them from the checkpoint."""
+    `state`, and remove them from the checkpoint. scratch: of hidden states that do not fit into
+    memory."""
     model = read_model(pruned.base)
     store = _Store(
         state, file_stamps(pruned.base.path, {info.shard for info in pruned.base.tensors.values()})
@@ -284,7 +288,8 @@ def prune(
             set(),
             set(),
         )
-        found = SaliencyWalk(source, batches, store, report).run(sequences)
+        scratch = scratch if device.type == "cpu" else None
+        found = SaliencyWalk(source, batches, store, report, scratch).run(sequences)
         store.finish(found)
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
     assert routing is not None
@@ -452,8 +457,8 @@ class _Store:
     def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
         self._write(_HIDDEN, {"hidden": hidden}, found, layer)
 
-    def load(self) -> tuple[int, Tensor, Saliency] | None:
-        found = self._read(_HIDDEN, "hidden")
+    def load(self, scratch: Path | None) -> tuple[int, Tensor, Saliency] | None:
+        found = self._read(_HIDDEN, "hidden", scratch)
         return None if found is None else (found[0], found[1], Saliency(found[2]))
 
     def finish(self, found: Saliency) -> None:
@@ -465,7 +470,9 @@ class _Store:
         found = self._read(self.done, "held_out")
         return None if found is None else Saliency(found[2], found[1])
 
-    def _read(self, name: str, key: str) -> tuple[int, Tensor, dict[int, list[float]]] | None:
+    def _read(
+        self, name: str, key: str, scratch: Path | None = None
+    ) -> tuple[int, Tensor, dict[int, list[float]]] | None:
         """Next layer, tensor and scores of a file; None without, or of a source that has changed."""
         path = self.folder / name
         if not path.exists():
@@ -475,9 +482,9 @@ class _Store:
             if about["stamps"] != self.stamps:
                 return None
             scores = {int(layer): values for layer, values in about["layers"].items()}
-            return about["layer"], file.get_tensor(key), scores
+        return about["layer"], stored_states(path, key, scratch), scores
 
     def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
         about = json.dumps({"layer": layer, "layers": found.layers, "stamps": self.stamps})
-        on_host = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        save_tensors(self.folder / name, on_host, {"found": about})
+        dense = {key: value.contiguous() for key, value in tensors.items()}
+        save_tensors(self.folder / name, dense, {"found": about})

@@ -239,6 +239,10 @@ class _Run:
     measured: bytes = b""
     text: Path | None = None
 
+    def scratch(self, output: Output) -> Path | None:
+        """Folder of the files of hidden states; None if they fit into memory."""
+        return output.writer.state_dir if self.peak.in_file else None
+
     @property
     def calibration_tokens(self) -> int:
         return sum(len(s) for s in self.sequences.calibration)
@@ -364,9 +368,8 @@ def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Prune
     found = None
     for turn in (True, False):
         if ranks.is_main == turn:
-            found = prune(
-                checkpoint, run.sequences, device, run.batches, output.writer.state_dir, report
-            )
+            state, scratch = output.writer.state_dir, run.scratch(output)
+            found = prune(checkpoint, run.sequences, device, run.batches, state, report, scratch)
         ranks.barrier()
     output.source_chosen()
     return found
@@ -395,9 +398,8 @@ def _round(
         if (codes := job.request.scheme.cache)
         else None
     )
-    walk = Walk(
-        model, solvers, log, ranks, run.batches, job.inventory.embed_and_head(output.source), cache
-    )
+    ends = job.inventory.embed_and_head(output.source)
+    walk = Walk(model, solvers, log, ranks, run.batches, ends, cache, run.scratch(output))
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
     round_units(output.source, output, rtn, on_event, ranks, begun=CALIBRATED_SHARE)

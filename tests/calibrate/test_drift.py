@@ -6,7 +6,12 @@ import pytest
 import torch
 from refused import refused
 
-from quantkit.calibrate.input_sums import DriftAccumulator, best_fraction, expert_drift
+from quantkit.calibrate.input_sums import (
+    NO_READERS,
+    DriftAccumulator,
+    best_fraction,
+    expert_drift,
+)
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scales import CORRECTED_SHARE, LinearInput
@@ -30,14 +35,15 @@ def paths(seed, rows=T):
     return o - 0.2 * o.roll(1, 1), o
 
 
-def heard(x, o, scale, held_out, lost=lambda x: None):
+def heard(x, o, scale, held_out, lost=lambda x: None, wide=NO_READERS):
     """In two batches, the input divided by scale. lost: by the residual stream, for inputs x."""
-    total = DriftAccumulator(128, Ranks())
+    total = DriftAccumulator(128, Ranks(), wide)
     for part in (slice(0, T // 4), slice(T // 4, T)):
         total.add_quantized("a", x[part])
         total.add_original("a", o[part], lost(x[part]))
     total.add_held_out("a", held_out[1], lost(held_out[0]))
-    drift = total.finish()["a"].scaled(scale)
+    drift = total.finish()["a"]
+    drift = drift if wide else drift.scaled(scale)
     curvature = Curvature.of(x.t() @ x / len(x), 1e-6).scaled(scale)
     return LinearInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
 
@@ -99,6 +105,17 @@ def test_rows_of_the_layer_count_as_in_the_hessian():
     )
     torch.testing.assert_close(found, (own + shared) / 56)
     torch.testing.assert_close(expert_drift(o[:0], x[:0], w[:0], (o, x), 16), (o - x).t() @ x / 64)
+
+
+def test_a_wide_input_is_corrected_as_any_other():
+    """Its drift is summed in the outputs of its only reader."""
+    (x, o), held_out, one = paths(1), paths(2, 128), torch.ones(K)
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    expected = heard(x, o, one, held_out, lambda x: x @ w.t()).drift_corrected(w.clone())
+    read = heard(x, o, one, held_out, lambda x: x @ w.t(), wide={"a": w})
+    assert read.drift.inputs.shape == (N, K)
+    torch.testing.assert_close(read.drift_corrected(w.clone()), expected, rtol=0, atol=1e-4)
+    assert (expected - w).norm() > 0.01 * w.norm()
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------

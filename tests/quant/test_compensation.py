@@ -46,6 +46,22 @@ def test_loss_is_the_trace_and_below_plain_rounding(name):
     )
 
 
+def test_a_factor_takes_the_memory_of_its_hessian():
+    """And is the same to the bit, though sums of x x^T are symmetric but for their last bits."""
+    hessian = torch.randn(1300, 1300, generator=torch.Generator().manual_seed(0))
+    hessian = hessian @ hessian.t() / 1300
+    hessian += hessian.triu(1) * 1e-7 + torch.eye(1300)
+    expected, place = Curvature.of(hessian, 0.01), hessian.data_ptr()
+    found = Curvature.of_(hessian, 0.01)
+    assert found.factor.data_ptr() == place
+    for one, other in (
+        (found.factor, expected.factor),
+        (found.energy, expected.energy),
+        (found.order, expected.order),
+    ):
+        assert torch.equal(one, other)
+
+
 def test_it_is_gptq():
     """Against the textbook: error over the diagonal of the inverse's Cholesky factor, spread over
     the columns to come."""

@@ -4,12 +4,16 @@ import subprocess
 import sys
 
 import make_model
+import published_shapes
+import pytest
 import quantize_job
 from letters import write_letters
-from quantized import quantized
+from output_files import files
+from quantized import quantized, stop_when
 from refused import refused
 from tiny_models import CONFIGS, random_tensors
 
+from quantkit.calibrate import hidden_states
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.grids.schemes import find_scheme
 from quantkit.planning.options import PlanOptions
@@ -61,6 +65,55 @@ def test_states_are_kept_once_more_where_something_is_behind_the_experts(tmp_pat
     assert peak.hidden_states == 4 * tokens * (4 * config["hidden_size"] + 1)
     assert peak.where == "layers.1.experts"
     assert peak.work > 4 * tokens * config["hidden_size"]
+
+
+def test_states_that_do_not_fit_into_memory_lie_in_a_file(
+    source, text, tmp_path, monkeypatch, one_thread
+):
+    """Of the same bytes, as in memory, also if a run is stopped and goes on, there or here."""
+    recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
+    fits = plan(source, find_scheme("awq-w4a16"), PlanOptions(recipe=recipe)).host_peak_bytes
+    make, made = hidden_states.scratch_tensor, []
+    stop = stop_when(lambda event: getattr(event, "unit", "") == "layers.1.experts.1")
+
+    def counted(*asked):
+        made.append(asked)
+        return make(*asked)
+
+    monkeypatch.setattr(hidden_states, "scratch_tensor", counted)
+    quantize_job.run(source, text, tmp_path / "memory", memory=fits)
+    assert not made
+    for again in (fits - 1, fits):
+        out = tmp_path / str(again)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_job.run(source, text, out, memory=fits - 1, also=stop)
+        begun = len(made)
+        quantize_job.run(source, text, out, memory=again)
+        assert files(out) == files(tmp_path / "memory")
+        assert (len(made) > begun > 0) == (again < fits)
+
+
+WIDE = {"Qwen2.5-72B": {}, "DeepSeek-V4.1-Flash": {}, "Hy4-preview": {}, "GLM-5.3-Flash": {}}
+WIDE["Kimi-K3"] = {"num_hidden_layers": 93, "num_experts": 32}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_published_sizes_are_quantized_in_16_gib(name, tmp_path):
+    """Kimi-K3 has a stream for every twelve layers, and 33,792 inputs of a linear."""
+    made = published_shapes.config(name)
+    if own := WIDE[name]:
+        linear = {
+            "kda_layers": [n for n in range(1, 94) if n % 4],
+            "full_attn_layers": [*range(4, 94, 4)],
+        }
+        net = made["text_config"]["linear_attn_config"] | linear
+        made["text_config"] |= own | {"linear_attn_config": net}
+    found = plan(
+        published_shapes.write_headers(tmp_path / "source", made), find_scheme("awq-w4a16")
+    )
+    assert found.host_peak_bytes <= 16 * 2**30
+    assert found.disk_bytes >= found.output_bytes + 3 * found.host_peak.in_file
+    assert found.host_peak.in_file > 4e9 or found.host_peak.hidden_states
 
 
 def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(tiny_checkpoint, tmp_path):
