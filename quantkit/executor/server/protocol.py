@@ -108,10 +108,19 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class NamedSchema(BaseModel):
-    """strict is not asked for: an answer always fits."""
+class Exact(BaseModel):
+    """What holds nothing but its fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+Messages = Annotated[
+    list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
+class NamedSchema(Exact):
+    """strict is not asked for: an answer always fits."""
 
     name: str | None = None
     description: str | None = None
@@ -119,16 +128,12 @@ class NamedSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Exact):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StructuredOutputs(Exact):
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
@@ -251,9 +256,7 @@ class ChatRequest(Request):
     """/v1/chat/completions. separate_reasoning: whether thinking goes to `reasoning_content` (else
     everything is `content`)."""
 
-    messages: Annotated[
-        list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    ]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     logprobs: bool = False

@@ -15,7 +15,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader, usage
 from quantkit.executor.server.intake import Prepared
-from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES, first_unsupported
+from quantkit.executor.server.protocol import HARMLESS, Exact, Messages, first_unsupported
 from quantkit.executor.server.service import AnswerStream
 from quantkit.executor.server.stream_parser import AnswerParts
 from quantkit.executor.server.tools.formats import MAX_TOOLS
@@ -31,9 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _HARMLESS = HARMLESS | {"stream_options"}
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextOptions(Exact):
     format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
 
 
@@ -42,12 +40,7 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    input: (
-        str
-        | Annotated[
-            list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-        ]
-    )
+    input: str | Messages
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)

@@ -3,29 +3,22 @@
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.intake import ApiError, Intake, or_refuse, parse, valid
-from quantkit.executor.server.protocol import MAX_MESSAGES, chat_messages
+from quantkit.executor.server.protocol import Exact, Messages, chat_messages
 
 _MAX_IDS = 1 << 20
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Exact):
     """A text, or a conversation that the chat template makes a text of. add_special_tokens: whether
     a text gets the model's own."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[
-            list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-        ]
-        | None
-    ) = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -33,9 +26,7 @@ class TokenizeRequest(BaseModel):
     tools: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class DetokenizeRequest(Exact):
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=_MAX_IDS, fail_fast=True)]
 
