@@ -91,7 +91,7 @@ def _check_terminal(yes: bool) -> None:
 
 
 def _proposal(request: "GoRequest") -> "Proposal":
-    from quantkit.guide.propose import propose
+    from quantkit.guide.proposal import propose
 
     with console.status(f"reading the headers of {request.model}"):
         return propose(request)

@@ -32,8 +32,7 @@ from quantkit.evaluation.options import EvaluateOptions, PerplexityOptions
 from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
 from quantkit.grids.schemes import find_scheme
-from quantkit.guide.options import GoOptions
-from quantkit.guide.proposal import QUANTKIT
+from quantkit.guide.options import QUANTKIT, GoOptions
 from quantkit.guide.record import Agreed, Record
 from quantkit.models import is_known
 from quantkit.planning.devices import Devices

@@ -7,6 +7,9 @@ from quantkit.common.options import option
 from quantkit.planning.options import PlanOptions
 from quantkit.quantization.options import QuantizeOptions, SchemeOptions, scheme_names
 
+QUANTKIT = "quantkit"
+"""The engine that serves on a CPU: this package."""
+
 
 @dataclass(frozen=True)
 class GoOptions(QuantizeOptions):

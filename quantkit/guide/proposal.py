@@ -3,14 +3,21 @@ there is planned, from headers alone.
 
 Of those that fit, with room for a request, the one with the least measured loss is proposed
 (recipes/go/expected.yaml); on a processor INT4, unless the model is too small for it.
+What cannot be done is refused before any work.
 """
 
+import shutil
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.reader import Checkpoint
+import psutil
+
+from quantkit.checkpoint.hub import find_local
+from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.common.assets import asset
+from quantkit.common.devices import find_device, free_bytes
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result
 from quantkit.common.settings import Strict, read_yaml
@@ -18,18 +25,33 @@ from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.check import check_model, find_load
 from quantkit.engines.memory import ParallelSizes, find_split_problem
 from quantkit.engines.profiles import Device, choose, find_engine
+from quantkit.evaluation.run import prepare
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
+from quantkit.guide.job import (
+    DOCUMENTS,
+    CalibrationText,
+    GoRequest,
+    read_calibration_text,
+    run_bytes,
+    writes_text,
+)
+from quantkit.guide.options import QUANTKIT
 from quantkit.models import find_architecture
 from quantkit.planning.devices import Devices
 from quantkit.planning.options import PlanOptions
 from quantkit.planning.plan import Plan, plan
-from quantkit.quantization.cost import Rate, RunWork, expected_seconds
+from quantkit.quantization.cost import (
+    Rate,
+    RunWork,
+    comparison_work,
+    expected_seconds,
+    measure_rate,
+    writing_work,
+)
 from quantkit.quantization.job import open_job
 from quantkit.quantization.report import FAR
 from quantkit.quantization.request import JobRequest, read_request, read_scheme
 
-QUANTKIT = "quantkit"
-"""The engine that serves on a CPU: this package."""
 ENGINES: dict[Device, tuple[str, ...]] = {
     "cuda": ("vllm", "sglang"),
     "npu": ("vllm-ascend", "omni-infer", "sglang"),
@@ -341,3 +363,115 @@ def _against(one: SchemeCandidate) -> str:
     loss = expected_losses().describe(one.scheme, one.plan.parameters)
     size = f"{format_bytes(one.plan.output_bytes)} on {one.engine}"
     return f"{reason}{size}{', ' if loss else ''}{loss}"
+
+
+TIME_FACTOR = 1.5
+"""The estimated time is within this factor of the measured one, on a CPU (docs/quantize.md)."""
+
+
+def propose(request: GoRequest) -> Proposal:
+    """Raises QuantkitError if no scheme fits, or this machine has too little disk or memory."""
+    _check_tasks(request)
+    checkpoint, options = open_headers(request.model), request.options
+    text = _calibration_text(request)
+    tokens = None if text is None else text.tokens
+    found = candidates(checkpoint, request.box, options.planned, request.scheme, tokens)
+    chosen, why = choose_candidate(found, request.box)
+    folder = _existing_parent(request.out)
+    chosen = _with_disk(chosen, folder)
+    assert chosen.plan is not None
+    _check_room(chosen.plan, request.model, folder)
+    return Proposal(
+        request.model,
+        request.box,
+        tuple(found),
+        chosen,
+        why,
+        measure_rate(folder),
+        TIME_FACTOR,
+        _measuring(request, checkpoint, chosen, text),
+    )
+
+
+def _measuring(
+    request: GoRequest,
+    checkpoint: Checkpoint,
+    chosen: SchemeCandidate,
+    text: CalibrationText | None,
+) -> RunWork:
+    """Of writing the calibration text, and of the step that follows quantizing, none where the
+    source does not fit in memory."""
+    assert chosen.plan is not None
+    scheme, recipe, mixture = read_scheme(chosen.scheme, request.options)
+    job = open_job(read_request(scheme, chosen.plan.format, None, recipe, mixture), checkpoint)
+    source, needed = find_local(request.model), run_bytes(chosen.plan.parameters)
+    lengths, work = [recipe.seq_len] * DOCUMENTS, RunWork(0.0, 0, 0)
+    if source is not None and text is not None:
+        recipe = request.recipe(chosen.scheme, source)
+        lengths = list(map(len, text.documents))
+    if needed <= free_bytes(find_device("auto")):
+        work += comparison_work(job, sum(lengths), sum(lengths) // len(lengths))
+    if job.request.methods and writes_text(request, recipe, checkpoint.config, needed):
+        written = (recipe.samples + recipe.held_out) // 2
+        work += writing_work(job, written * recipe.seq_len, recipe.seq_len)
+    return work
+
+
+def _calibration_text(request: GoRequest) -> CalibrationText | None:
+    """The same for all schemes; None if the tokenizer is not on this machine."""
+    source = find_local(request.model)
+    if source is None:
+        return None
+    return read_calibration_text(source, request.recipe(CPU_SCHEME, source))
+
+
+def _check_tasks(request: GoRequest) -> None:
+    """Raises QuantkitError for a task that does not exist, lacks data or runs programs."""
+    for name in request.options.scored_tasks:
+        if prepare(name, "evalscope", None, request.options.limit, None, None, 0).grader.runs_code:
+            raise QuantkitError(
+                f"{name} runs programs that the model wrote",
+                "score it with quantkit eval --allow-code-exec",
+            )
+
+
+def _existing_parent(path: Path) -> Path:
+    """The nearest existing parent folder."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def _with_disk(chosen: SchemeCandidate, folder: Path) -> SchemeCandidate:
+    assert chosen.plan is not None
+    return replace(
+        chosen, plan=replace(chosen.plan, disk_free_bytes=shutil.disk_usage(folder).free)
+    )
+
+
+def _check_room(planned: Plan, model: str, folder: Path) -> None:
+    if planned.disk_bytes > planned.disk_free_bytes:
+        raise QuantkitError(
+            f"the output needs {format_bytes(planned.disk_bytes)} of disk and {folder} has "
+            f"{format_bytes(planned.disk_free_bytes)} free",
+            "free some, or give an --out on another disk",
+        )
+    if find_local(model) is None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = _existing_parent(Path(HF_HUB_CACHE))
+        free = shutil.disk_usage(cache).free
+        same = cache.stat().st_dev == folder.stat().st_dev
+        needed = planned.source_bytes + (planned.disk_bytes if same else 0)
+        if needed > free:
+            raise QuantkitError(
+                f"downloading {model} needs {format_bytes(needed)} of disk and {cache} has "
+                f"{format_bytes(free)} "
+                "free",
+                "free some, or set HF_HOME",
+            )
+    available = psutil.virtual_memory().available
+    if planned.host_least_bytes > available:
+        raise QuantkitError(
+            f"quantizing needs {format_bytes(planned.host_least_bytes)} of memory at least and "
+            f"{format_bytes(available)} are free",
+            "close other programs, or give fewer --samples or a shorter --seq-len",
+        )

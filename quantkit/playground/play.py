@@ -1,17 +1,150 @@
 """One question to one or two models: their greedy answers as they are generated, then the scores of
-both answers under each model."""
+both answers under each model. A model generates like any engine, and scores a whole text in one
+forward pass."""
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
 from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.distance.replies import common_prefix
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Delta
-from quantkit.playground.model import PlayModel, first_difference, score_answer
+from quantkit.executor.weights.expert_counter import watch_experts
+from quantkit.models.context import CausalContext
+
+
+@dataclass(frozen=True)
+class TextReading:
+    """A forward pass over a text of T tokens: `final` [T, H] after the last norm, and the experts
+    topk_ids [T, k] of each MoE layer."""
+
+    final: Tensor
+    topk_ids: dict[int, Tensor]
+
+
+class PlayModel:
+    """name: displayed. The engine's experts are wrapped to record topk_ids while a text is
+    scored."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, engine.tokenizer
+        self._model = engine.loaded.model
+        self._topk_ids: dict[int, Tensor] | None = None
+        watch_experts(self._model, self._record)
+
+    def _record(self, layer: int, topk_ids: Tensor) -> None:
+        if self._topk_ids is not None:
+            self._topk_ids[layer] = topk_ids.cpu()
+
+    @torch.inference_mode()
+    def read(self, ids: list[int]) -> TextReading:
+        """Forward pass over the whole text, without the cache."""
+        device = self.engine.loaded.device
+        self._topk_ids = {}
+        try:
+            final = self._model(torch.tensor(ids, device=device), CausalContext([len(ids)], device))
+            return TextReading(final, self._topk_ids)
+        finally:
+            self._topk_ids = None
+
+    @torch.inference_mode()
+    def logprobs(self, reading: TextReading, begin: int, end: int) -> Tensor:
+        """Log-probabilities of the next token after tokens begin..end: float32 [end - begin, V], on
+        the CPU."""
+        return self._model.logits(reading.final[begin:end]).float().log_softmax(dim=-1).cpu()
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The text of each token, including special ones; a character of several tokens belongs to
+        the last of them."""
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self.tokenizer.tokenizer, token) or "" for token in ids]
+
+
+_ROWS = 64
+"""Number of tokens whose distributions are in memory at a time."""
+_ALTERNATIVES = 5
+
+
+def score_answer(models: list[PlayModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
+    """For each token of the answer: text, probability under each model, KL(first || second) in
+    nats, the most likely tokens of each.
+
+    For two MoE models also the share of the first one's experts that the second did not choose, by
+    layer and token.
+    """
+    ids = prompt + answer
+    readings = [model.read(ids) for model in models]
+    tokens: list[dict[str, Any]] = [{"text": text} for text in models[0].pieces(answer)]
+    for begin in range(0, len(answer), _ROWS):
+        rows = min(_ROWS, len(answer) - begin)
+        first = len(prompt) - 1 + begin
+        logprobs = [
+            model.logprobs(reading, first, first + rows) for model, reading in zip(models, readings)
+        ]
+        for row in range(rows):
+            tokens[begin + row] |= _token(
+                models, [one[row] for one in logprobs], answer[begin + row]
+            )
+    experts = (
+        changed_experts(readings, len(prompt) - 1, len(ids) - 1) if len(readings) == 2 else None
+    )
+    return {"tokens": tokens, "experts": experts}
+
+
+def _token(models: list[PlayModel], rows: list[Tensor], token: int) -> dict[str, Any]:
+    """rows: log-probabilities [V] of each model."""
+    top = [one.topk(min(_ALTERNATIVES, len(one))) for one in rows]
+    text = models[0].tokenizer.token_text
+    return {
+        "p": [float(one[token].exp()) for one in rows],
+        "kl": divergence(*rows) if len(rows) == 2 else None,
+        "top": [
+            [[text(i), float(v.exp())] for i, v in zip(one.indices.tolist(), one.values)]
+            for one in top
+        ],
+    }
+
+
+def divergence(first: Tensor, second: Tensor) -> float:
+    """KL(first || second) in nats of log-probabilities [V]; tokens with probability 0 under the
+    first contribute 0."""
+    p = first.double().exp()
+    terms = torch.where(p > 0, p * (first.double() - second.double()), 0.0)
+    return max(float(terms.sum()), 0.0)
+
+
+def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[str, Any] | None:
+    """For the tokens begin..end: by layer and token, the share of the first model's experts that
+    the second did not choose.
+
+    None for models without experts.
+    """
+    first, second = (reading.topk_ids for reading in readings)
+    layers = sorted(first.keys() & second.keys())
+    if not layers:
+        return None
+    changed = []
+    for layer in layers:
+        ours, theirs = first[layer][begin:end], second[layer][begin:end]
+        shared = (ours[:, :, None] == theirs[:, None, :]).any(dim=2)
+        changed.append((1 - shared.float().mean(dim=1)).tolist())
+    return {"layers": layers, "changed": changed}
+
+
+def first_difference(answers: list[list[int]]) -> int | None:
+    """The first position where two answers differ; None if they are equal."""
+    first, second = answers
+    return None if first == second else common_prefix(first, second)
+
 
 MAX_NEW_TOKENS = 2048
 

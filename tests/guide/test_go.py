@@ -19,7 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module
-from quantkit.guide import propose as propose_module
+from quantkit.guide import proposal
 from quantkit.guide.proposal import (
     candidates,
     choose_candidate,
@@ -146,9 +146,9 @@ def go(model, more=""):
 def test_time_counts_the_documents_that_are_measured(tmp_path, monkeypatch):
     def operations(count):
         found = job_module.CalibrationText(100, [[0] * 100] * count, "")
-        monkeypatch.setattr(propose_module, "read_calibration_text", lambda *given: found)
+        monkeypatch.setattr(proposal, "read_calibration_text", lambda *given: found)
         request = job_module.GoRequest("tiny-r1", tmp_path, find_devices("cpu"))
-        return propose_module.propose(request).measuring.operations
+        return proposal.propose(request).measuring.operations
 
     assert operations(6) == pytest.approx(2 * operations(3))
 

@@ -15,8 +15,7 @@ from playground_server import served
 from refused import refused
 
 from quantkit import Engine, SamplingParams
-from quantkit.playground.model import PlayModel, divergence
-from quantkit.playground.play import Playground
+from quantkit.playground.play import Playground, PlayModel, divergence
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 CHAIN = ["<|answer|>", "One", HOSTILE, "<b>two</b>", " three", " four"]
