@@ -8,6 +8,7 @@ from dataclasses import replace
 import good_checkpoints
 import make_model
 import pytest
+import tiny_models
 import torch
 from forked_ranks import run_ranks
 from refused import refused
@@ -128,6 +129,34 @@ def test_grouped_query_attention_with_experts_alone(tmp_path):
         return answers(parallel)
 
     assert run_ranks(2, tmp_path, rank) == [answers(SINGLE), []]
+
+
+def test_states_are_kept_at_home(tmp_path):
+    """Each rank's requests begin with states that it kept."""
+    path = tiny_models.write(tmp_path / "model", "qwen3_next")
+    prompts = [[20 + i % 2] * 150 + [7 + i] * 5 for i in range(4)]
+
+    def answers(parallel, prefix_cache=True):
+        loaded = load_model(path, device="cpu", dtype="float32", expert_parallel=parallel)
+        asked = {"max_batch": 4, "max_model_len": 192, "dp": parallel.size}
+        options = EngineOptions(path, **asked, prefix_cache=prefix_cache)
+        engine = Engine(loaded, ChatTokenizer(path), plan_kv_cache(loaded, options), options)
+        if parallel.rank:
+            follow(engine)
+            return []
+        done = [one for _ in range(2) for one in engine.generate(prompts, PLAIN[0])]
+        engine.leader.dismiss()
+        done.sort(key=lambda one: one.index)
+        return [one.token_ids for one in done], [one.cached_tokens for one in done]
+
+    def rank(parallel):
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        parallel._open_channel(torch.device("cpu"))
+        return answers(parallel)
+
+    (found, cached), _ = run_ranks(2, tmp_path, rank)
+    assert found == answers(SINGLE, prefix_cache=False)[0]
+    assert cached == [0, 128] * 4
 
 
 def test_memory_is_counted_as_it_is_held(tiny_checkpoint):
