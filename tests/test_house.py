@@ -245,7 +245,7 @@ SPELLED = {
         ),
         OTHERS,
     ),
-    "engines/check.py": {" mixes up scales of gate_proj and up_proj: ": "a message"},
+    "engines/rule_check.py": {" mixes up scales of gate_proj and up_proj: ": "a message"},
 }
 """Texts outside quantkit/models that hold a piece of a tensor's name all the same, with the reason.
 One that is gone leaves the list."""
