@@ -20,6 +20,8 @@ MX_GROUP = 32
 E8M0_BIAS = 127
 _E8M0_RANGE = (-126, 127)
 """Of exponents that are stored: powers of two that float32 holds as normal numbers."""
+_FULL = 0.875
+"""1.75, as frexp has it."""
 
 
 class MxWeight(QuantizedWeight):
@@ -61,22 +63,20 @@ class MxWeight(QuantizedWeight):
 @dataclass(frozen=True)
 class MxQuantizer(Quantizer):
     """A power of two per 32 channels: the one that leaves the group's largest value the exponent of
-    the element type's, and those `raised` by.
-
-    `full`: what the largest value over its own leading bit, from 1/2 to 1, may be at most; above it
-    the next power is the least.
+    the element type's, and those `raised` by. Where one alone is tried, it is the next from 1.75 of
+    its own power on: beyond 448, and from midway between 6 and what E2M1 would have next.
     """
 
     raised: tuple[int, ...] = (0,)
 
     group_size = MX_GROUP
     element_exponent: ClassVar[int]
-    full: ClassVar[float] = 1.0
 
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
         amax = groups.abs().amax(dim=-1)
         mantissa, exponent = amax.frexp()
-        power = exponent - 1 - self.element_exponent + (mantissa > self.full)
+        alone = len(self.raised) == 1
+        power = exponent - 1 - self.element_exponent + ((mantissa > _FULL) & alone)
         power = torch.where(amax > 0, power, 0)
         ones = torch.ones_like(amax)
         candidates = [

@@ -129,8 +129,8 @@ class Mxfp4Quantizer(MxQuantizer, Fp4Quantizer):
     """E2M1 with a power of two per 32 channels: the largest under which the group's largest value
     stays above 4, and those `raised` by.
 
-    The first lets values beyond 6 saturate, as OCP's MX has it; the next keeps all, with a scale
-    twice as large.
+    Of several the first lets values beyond 6 saturate, as OCP's MX has it; the next keeps all, with
+    a scale twice as large. One alone is compressed-tensors', which rounds from 7 on as the next.
     """
 
     element_exponent = 2

@@ -81,7 +81,6 @@ class Mxfp8Quantizer(MxQuantizer):
 
     kind = "fp8"
     element_exponent = 8
-    full = 0.875
 
     def quantize(self, w: Tensor, scales: Scales) -> Tensor:
         return round_e4m3(w, scales.scale)
