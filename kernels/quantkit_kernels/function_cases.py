@@ -88,6 +88,7 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("add_rms_norm", partial(functional.add_rms_norm, eps=1e-6), x, residual, weight)
     yield case("silu_and_mul", functional.silu_and_mul, x)
     yield case("gate_and_mul", partial(functional.gate_and_mul, gating=Gating(1.702, 7.0, 1.0)), x)
+    yield case("mx_rounded", partial(functional.mx_rounded, bits=8), x)
     yield case("gate_and_rotate", partial(functional.gate_and_rotate, gating=SILU, block=128), x)
     logits, router = (
         random(tokens, EXPERTS, dtype=torch.float32),
