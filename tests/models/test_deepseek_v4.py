@@ -11,9 +11,11 @@ from block_heads import MODELS, write_with_head
 from cut_texts import cut_at_random
 from edited import edited
 from engines import load, tokens
+from letters import write_letters
 from quantized import quantized
 from refused import refused
 from releases import check_read, fp4, fp8, packed
+from small_recipe import SMALL
 from stated_logits import check_logits, opened
 from tiny_models import CASES as TABLES
 from tiny_models import CONFIGS, random_tensors, write
@@ -197,8 +199,11 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     check_read(Checkpoint.open(out), {f"{name}.weight": worth[f"{name}.weight"] for name in kept})
     for path in (source, out):
         assert drafted(path, 2)[0] == drafted(path, 0)[0]
-    with refused("by token id"):
-        quantized(source, tmp_path / "no", Recipe(scheme="awq-w4a16", prune=0.25))
+    text = str(write_letters(tmp_path / "text.txt", 600))
+    fewer = Recipe(scheme="mxfp4-w4a16", methods=(), prune=0.25, calibration=text, **SMALL)
+    quantized(source, tmp_path / "fewer", fewer)
+    table = Checkpoint.open(tmp_path / "fewer").read("layers.0.ffn.gate.tid2eid")
+    assert (table.dtype, int(table.max())) == (torch.int32, 2)
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
