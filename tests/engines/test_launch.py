@@ -14,10 +14,12 @@ from block_heads import MODELS, write_with_head
 from commands import typed
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
+from quantized import quantized
 from refused import refused
 from tiny_models import CONFIGS
 from tiny_models import random_tensors as of_any
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import awq, compressed_int8, gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.deploy.launch import Network, deploy
@@ -437,8 +439,10 @@ def test_speculation(int8, tmp_path):
     assert guessing.weight_bytes == alone.weight_bytes + more
     assert guessing.cache_bytes_per_token * 3 == alone.cache_bytes_per_token * 4
     without = packed(tmp_path / "int8", tiny_config(num_nextn_predict_layers=0))
+    rounded = quantized(head, tmp_path / "awq", Recipe(scheme="rtn-w4a16", methods=()), "awq").out
     for path, engine, asked, told in (
         (without, "vllm", {}, "has no MTP layer"),
+        (rounded, "vllm", {}, "vllm does not load the layers of .* that draft in awq"),
         (head, "vllm-ascend", {}, "recipe of vllm-ascend has no options for the DSpark draft head"),
         (head, "vllm", {"layout": "two-boxes"}, "in the layout two-boxes; .*--layout one-box"),
         (
