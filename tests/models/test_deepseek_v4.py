@@ -26,6 +26,7 @@ from ulp_bound import assert_near, movement
 from quantkit import SamplingParams
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.weights.load import load_model, open_model
 from quantkit.models.context import CausalContext
@@ -180,7 +181,8 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     """To the bit; MXFP4 experts stay as they are where they are asked for, the MTP layer's too,
     which guesses from either; what is of another draft model is copied; a table's ids have 32
     bits."""
-    config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION)
+    named = {"topk_method": "noaux_tc", "swiglu_limit": 10.0}
+    config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION, **named)
     tensors = {
         name: one.int() if one.dtype == torch.int64 else one
         for name, one in random_tensors(tiny()).items()
@@ -189,6 +191,8 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path):
     stored, worth = packed(tensors, packer)
     source, out = make_model.write_dense(tmp_path / "source", config, stored), tmp_path / "out"
     check_read(Checkpoint.open(source), worth)
+    for engine in ("vllm", "sglang"):
+        assert check_checkpoint(engine, Checkpoint.open(source)) == []
     quantized(source, out, Recipe(scheme="mxfp4-w4a16", methods=()))
     kept = (
         "layers.1.ffn.experts.0.w1",
