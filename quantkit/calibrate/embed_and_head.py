@@ -15,8 +15,9 @@ from quantkit.calibrate.hidden_states import (
     copied_states,
     empty_states,
 )
+from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
-from quantkit.calibrate.sublayer import LayerWeights, no_experts
+from quantkit.calibrate.sublayer import LayerWeights
 from quantkit.common.errors import QuantkitError
 from quantkit.common.scratch import give_back
 from quantkit.models.architecture import ModelConfig, MtpModel

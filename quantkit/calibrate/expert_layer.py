@@ -15,9 +15,10 @@ from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.progress_log import ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
+from quantkit.calibrate.routing import RoutedTokens
 from quantkit.calibrate.scales import Consumer, LinearInput, sample_rows
 from quantkit.calibrate.source_model import SourceModel, expert_unit
-from quantkit.calibrate.sublayer import RoutedTokens, Sublayer
+from quantkit.calibrate.sublayer import Sublayer
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import GatedMlp
 

@@ -19,7 +19,8 @@ from quantkit.calibrate.input_sums import (
     row_weights,
 )
 from quantkit.calibrate.ranks import BatchParallel, Ranks
-from quantkit.calibrate.sublayer import LayerWeights, RoutedTokens, RoutingRecorder, Sublayer
+from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder
+from quantkit.calibrate.sublayer import LayerWeights, Sublayer
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.weights import ExpertsOp
 from quantkit.quant.tensor_cores import sample_linear

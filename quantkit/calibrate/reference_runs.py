@@ -17,16 +17,9 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
 from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder, no_experts
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import (
-    NO_ACTIVATION_QUANTS,
-    LayerWeights,
-    RoutedTokens,
-    RoutingRecorder,
-    Sublayer,
-    advance,
-    no_experts,
-)
+from quantkit.calibrate.sublayer import NO_ACTIVATION_QUANTS, LayerWeights, Sublayer, advance
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.quant.tensor_cores import sample_products
 

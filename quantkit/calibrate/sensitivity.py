@@ -33,15 +33,13 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
+from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder, no_experts
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,
     AfterExperts,
     LayerWeights,
-    RoutedTokens,
-    RoutingRecorder,
     Sublayer,
-    no_experts,
     run_attention,
     run_feed_forward,
     run_without_post_moe,

@@ -38,9 +38,10 @@ from quantkit.calibrate.input_sums import (
 )
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
+from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.calibrate.sublayer import LayerWeights, batch_product, no_experts
+from quantkit.calibrate.sublayer import LayerWeights, batch_product
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature

@@ -52,12 +52,11 @@ from quantkit.calibrate.output_cost import (
 from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
+from quantkit.calibrate.routing import RoutedTokens, RoutingUpdater
 from quantkit.calibrate.scales import LinearInput, linear_input, scale_in_effect, scale_sublayer
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,
-    RoutedTokens,
-    RoutingUpdater,
     Run,
     Sublayer,
     advance,

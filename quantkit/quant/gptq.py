@@ -385,11 +385,7 @@ def _round_block_with_errors(
 
 def _candidates_as_rows(scales: Scales) -> Scales:
     """Scales of candidates [C, ..., N, G] as those of additional rows, [..., C * N, G]."""
-
-    def fold(t: Tensor) -> Tensor:
-        return t.movedim(0, -3).flatten(-3, -2)
-
-    return scales.map(fold)
+    return scales.map(lambda t: t.movedim(0, -3).flatten(-3, -2))
 
 
 def put_back(t: Tensor, index: Tensor) -> Tensor:

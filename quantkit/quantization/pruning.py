@@ -36,6 +36,7 @@ from quantkit.calibrate.hidden_states import (
     keep_freed_blocks,
     stored_states,
 )
+from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder
 from quantkit.calibrate.source_model import (
     ParameterReader,
     SourceModel,
@@ -44,8 +45,6 @@ from quantkit.calibrate.source_model import (
 )
 from quantkit.calibrate.sublayer import (
     LayerWeights,
-    RoutedTokens,
-    RoutingRecorder,
     Run,
     decoder_layer,
     feed_forward,
