@@ -39,6 +39,9 @@ and whole, and codes."""
 _RUN = 6
 """Activations as wide as the widest linear that are alive together while tokens run through a
 sublayer."""
+_HEARD = 4
+"""Inputs of a batch of tokens that are held until the residual stream after them is known: of both
+paths, as they are and weighted."""
 _PIECE = 7
 """Matrices of the size of the piece being solved."""
 _SEARCHED = 2
@@ -312,7 +315,8 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
         lost = sum(sum(sizes) for sizes in late.values()) * one_stream  # by the stream
         lost += sum(_drift(columns, sizes) for columns, sizes in late.items())
         rounded = _FLOAT * sum(_values(row) for row in linears if row.split != "row")
-        moments.append(held + weights + rounded + again + lost + run)
+        heard = _HEARD * _FLOAT * passed * sum(late)
+        moments.append(held + weights + rounded + again + lost + run + heard)
         moments.append(held + solved + again + lost + _panels(max(late)))
     for columns, sizes in late.items():
         changed = _CORRECTED * _drift(columns, sizes) + (1 + one_stream) * max(sizes)
