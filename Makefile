@@ -32,12 +32,15 @@ test-numbers: $(VENV)/test.stamp
 	MKL_DYNAMIC=FALSE OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=16 $(BIN)/pytest $(NUMBERS)
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, and whole models, on the
-# double; 800 requests made at random; files damaged at random; hostile programs; answers read as evaluators read them; runs that are killed,
-# and ranks, each a process; benchmarks of ranks; `go` from end to end; a ceiling of memory.
-LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/ascend/test_executor.py tests/ascend/test_page.py tests/ascend/test_r1_attention.py \
-	tests/evaluation/test_sandbox.py tests/evaluation/grading/test_corpus.py tests/executor/server/test_fuzz.py tests/executor/test_parallel.py \
-	tests/quantization/test_kill.py tests/quantization/test_memory.py tests/quantization/test_ranks.py \
-	tests/checkpoint/test_damaged_files.py tests/guide/test_go.py
+# double; 800 requests made at random; files and results damaged at random; hostile programs; answers read as evaluators read them, and replies to
+# every row; runs that are killed, and ranks, each a process; benchmarks of ranks; `go` from end to end; a ceiling of memory; DeepSeek-V4.1's release,
+# drafts of its head, text that a model writes, models that transformers computes.
+LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/ascend/test_capture.py tests/ascend/test_executor.py \
+	tests/ascend/test_page.py tests/ascend/test_r1_attention.py tests/calibrate/test_block_drafts.py tests/checkpoint/test_damaged_files.py \
+	tests/evaluation/test_sandbox.py tests/evaluation/grading/test_corpus.py tests/evaluation/grading/test_rows.py \
+	tests/evaluation/results/test_hostile_results.py tests/executor/server/test_fuzz.py tests/executor/test_data_parallel.py \
+	tests/executor/test_parallel.py tests/guide/test_go.py tests/models/test_deepseek_v41.py tests/quantization/test_kill.py \
+	tests/quantization/test_memory.py tests/quantization/test_model_text.py tests/quantization/test_ranks.py tests/quantization/test_watched_run.py
 test-long: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) -k 'not (test_executor and float16)' --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
