@@ -112,7 +112,7 @@ def test_a_result_that_no_page_shows_is_told(copy):
 
 def test_the_main_pages_stay_short():
     """One person reads them: pages of topics, and of no day."""
-    for folder, lines in (("docs", 2800), ("docs/lab", 1300)):
+    for folder, lines in (("docs", 2900), ("docs/lab", 1300)):
         pages = sorted(ROOT.glob(f"{folder}/*.md"))
         assert len(pages) <= 12, pages
         assert sum(len(page.read_text().splitlines()) for page in pages) <= lines, folder
