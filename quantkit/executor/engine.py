@@ -323,12 +323,11 @@ class Engine:
 
     def _copy_states(self, step: ScheduledStep) -> None:
         """This rank's copies between sequences and the prefix cache."""
-        if isinstance(self.scheduler, DataParallelScheduler):
-            step = step.of_rank(self.parallel.rank)
+        divided, states = isinstance(self.scheduler, DataParallelScheduler), self.cache.checkpoints
         for copy in step.copies:
-            states = self.cache.checkpoints
-            move = states.restore if copy.restores else states.save
-            move(copy.slot, copy.place, copy.tokens)
+            if not divided or copy.dp_rank == self.parallel.rank:
+                move = states.restore if copy.restores else states.save
+                move(copy.slot, copy.place, copy.tokens)
 
     def _run_pass(self, step: ScheduledStep, advanced: list[Sequence]) -> list[Sequence]:
         """One forward pass. advanced: by earlier passes of the step. Returns the sequences that got

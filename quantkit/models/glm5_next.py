@@ -213,11 +213,7 @@ def parameters(config: Config) -> list[Parameter]:
             )
         return rows
 
-    rows = [
-        row
-        for row in deepseek_v3.stack_parameters(config, attention)
-        if not (row.mtp and row.role in ("embedding", "head"))
-    ]
+    rows = mtp.without_own_ends(deepseek_v3.stack_parameters(config, attention))
     rows = with_hyper_connections(rows, config.streams, _NAMES, config.is_moe)
     return rename_rows(rows, _rename)
 

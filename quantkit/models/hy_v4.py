@@ -143,11 +143,7 @@ def parameters(config: Config) -> list[Parameter]:
             rows += indexer_parameters(own, f"{a}.indexer", hidden, rank, layer, mtp=drafts)
         return rows
 
-    rows = [
-        row
-        for row in deepseek_v3.stack_parameters(config, attention)
-        if not (row.mtp and row.role in ("embedding", "head"))
-    ]
+    rows = mtp.without_own_ends(deepseek_v3.stack_parameters(config, attention))
     rows = with_hyper_connections(rows, config.streams, _NAMES, config.is_moe)
     return rename_rows(rows, config.name)
 

@@ -86,6 +86,12 @@ def sharing_mtp_parameters(
     ]
 
 
+def without_own_ends(rows: Iterable[Parameter]) -> list[Parameter]:
+    """A table whose MTP layers share the main model's embedding and head, of one where each has its
+    own."""
+    return [row for row in rows if not (row.mtp and row.role in ("embedding", "head"))]
+
+
 class MtpLayer:
     """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
 

@@ -137,19 +137,6 @@ def reads_int8(config: Json) -> bool:
     )
 
 
-def mx_args(bits: int, *, dynamic: bool) -> dict[str, Any]:
-    """How MXFP4 and MXFP8 are described. scale_dtype: a key that readers of MX know, and need."""
-    return {
-        "num_bits": bits,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": MX_GROUP,
-        "dynamic": dynamic,
-        "scale_dtype": "torch.uint8",
-    }
-
-
 def weight_args(config: Json) -> dict[str, Any]:
     """The one description of quantized weights."""
     described = weight_descriptions(config)
@@ -320,3 +307,25 @@ def config_block(
         "ignore": ignore_list(quantized, unquantized_linears(unquantized, quantized), _SPELLING),
         "config_groups": {"group_0": group},
     }
+
+
+def mx_config_block(
+    variant: str,
+    bits: int,
+    activation_bits: int,
+    quantized: Collection[str],
+    unquantized: Unquantized,
+) -> dict[str, Any]:
+    """The description of MXFP4 and MXFP8. bits: of weights, and of activations where these are
+    rounded. scale_dtype: a key that readers of MX know, and need."""
+    weights = {
+        "num_bits": bits,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": MX_GROUP,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+    }
+    inputs = weights | {"dynamic": True} if activation_bits == bits else None
+    return config_block(variant, weights, inputs, quantized, unquantized)

@@ -99,9 +99,9 @@ class CompressedMxfp4(compressed.Compressed, Mxfp4Pairs):
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:
-        inputs = compressed.mx_args(4, dynamic=True) if self.activation_bits == 4 else None
-        weights = compressed.mx_args(4, dynamic=False)
-        return compressed.config_block(self.variant, weights, inputs, quantized, unquantized)
+        return compressed.mx_config_block(
+            self.variant, 4, self.activation_bits, quantized, unquantized
+        )
 
 
 def _is_mxfp4(args: Any) -> bool:

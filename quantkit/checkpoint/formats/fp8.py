@@ -179,9 +179,9 @@ class CompressedMxfp8(CompressedFp8):
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:
-        inputs = compressed.mx_args(8, dynamic=True) if self.activation_bits == 8 else None
-        weights = compressed.mx_args(8, dynamic=False)
-        return compressed.config_block(self.variant, weights, inputs, quantized, unquantized)
+        return compressed.mx_config_block(
+            self.variant, 8, self.activation_bits, quantized, unquantized
+        )
 
 
 def _is_mxfp8(args: Any) -> bool:

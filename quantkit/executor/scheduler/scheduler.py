@@ -71,7 +71,6 @@ class ScheduledStep:
         return ScheduledStep(
             [part for part in self.prefill if part[0].dp_rank == rank],
             [one for one in self.decode if one.dp_rank == rank],
-            [one for one in self.copies if one.dp_rank == rank],
         )
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
