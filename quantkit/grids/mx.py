@@ -63,8 +63,8 @@ class MxWeight(QuantizedWeight):
 @dataclass(frozen=True)
 class MxQuantizer(Quantizer):
     """A power of two per 32 channels: the one that leaves the group's largest value the exponent of
-    the element type's, and those `raised` by. Where one alone is tried, it is the next from 1.75 of
-    its own power on: beyond 448, and from midway between 6 and what E2M1 would have next.
+    the element type's, and those `raised` by. Where one alone is tried, it is the next beyond 1.75 of
+    its own power: beyond 448, and beyond 7, midway between 6 and what E2M1 would have next.
     """
 
     raised: tuple[int, ...] = (0,)

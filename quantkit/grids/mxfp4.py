@@ -130,7 +130,7 @@ class Mxfp4Quantizer(MxQuantizer, Fp4Quantizer):
     stays above 4, and those `raised` by.
 
     Of several the first lets values beyond 6 saturate, as OCP's MX has it; the next keeps all, with
-    a scale twice as large. One alone is compressed-tensors', which rounds from 7 on as the next.
+    a scale twice as large. One alone is compressed-tensors', which takes the next beyond 7.
     """
 
     element_exponent = 2
