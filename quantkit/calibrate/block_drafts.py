@@ -19,9 +19,8 @@ from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead, mtp_layer
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, no_experts
 from quantkit.calibrate.output_cost import BLOCK_ROWS, accepted_shares, likeliest_tokens
-from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import LayerWeights, bare_layer
 from quantkit.models import find_block_head

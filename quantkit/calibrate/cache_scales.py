@@ -17,8 +17,7 @@ from quantkit_kernels import CodeSteps, KeySteps
 from quantkit_kernels.codes import CODES, LARGEST, encode_by
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
-from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch, no_experts
 from quantkit.calibrate.sublayer import LayerWeights, Run, Sublayer
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.names import CacheCodes

@@ -14,8 +14,8 @@ from quantkit.calibrate.hidden_states import (
     HiddenStates,
     copied_states,
     empty_states,
+    no_experts,
 )
-from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.sublayer import LayerWeights
 from quantkit.common.errors import QuantkitError

@@ -1,5 +1,13 @@
-"""The routed experts of one layer in a run: read in batches, quantized or found finished, written,
-and run."""
+"""One layer's routed experts in a run, and the two references on the same tokens as the quantized
+path: the source's weights, and round-to-nearest.
+
+Experts are read in batches, quantized or found finished, written, and run on every path.
+
+The unquantized run of the calibration tokens gives the inputs that linears should have had. The
+round-to-nearest (RTN) run of the held-out tokens shows what calibration gains: same grid and
+layers, scales from each group's extremes, NVFP4 input divisors from the largest value, and int8
+cache scales that clip nothing.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -8,19 +16,129 @@ from dataclasses import dataclass, replace
 from quantkit_kernels import ExpertBiases
 from torch import Tensor
 
+from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
-from quantkit.calibrate.hidden_states import Batches, HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import (
+    Batches,
+    HiddenStatePair,
+    HiddenStates,
+    RoutedTokens,
+    RoutingRecorder,
+    no_experts,
+)
 from quantkit.calibrate.input_sums import token_weights
-from quantkit.calibrate.linear_solver import SolverTable
-from quantkit.calibrate.progress_log import ProgressLog
+from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
+from quantkit.calibrate.output import ProgressLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
-from quantkit.calibrate.routing import RoutedTokens
 from quantkit.calibrate.scales import Consumer, LinearInput, sample_rows
-from quantkit.calibrate.source_model import SourceModel, expert_unit
-from quantkit.calibrate.sublayer import Sublayer
+from quantkit.calibrate.source_model import ParameterReader, SourceModel, expert_unit
+from quantkit.calibrate.sublayer import NO_ACTIVATION_QUANTS, LayerWeights, Sublayer, advance
 from quantkit.grids.base import Weight, dequantize
-from quantkit.models.table import GatedMlp
+from quantkit.models.table import GatedMlp, Parameter
+from quantkit.quant.tensor_cores import sample_products
+
+
+@dataclass
+class ReferenceRun:
+    """states: of the calibration tokens at the input of the next sublayer, in the quantized path's
+    order. routed: routing in the last sublayer; None without experts."""
+
+    states: HiddenStates
+    routed: RoutedTokens | None = None
+
+    def advance(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Through this sublayer with the source's tensors. Routed experts add their outputs
+        afterwards."""
+        recorder = RoutingRecorder(len(self.states.hidden))
+        advance(
+            sublayer,
+            tensors,
+            self.states,
+            NO_ACTIVATION_QUANTS,
+            ranks,
+            no_experts if sublayer.experts is None else recorder,
+        )
+        self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
+
+    @sample_products()
+    def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens routed to it."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        return original(self.routed.x[self.routed.of(number)[0]])
+
+
+@dataclass
+class RtnRun:
+    """states: of the held-out tokens at the input of the next sublayer. solvers: only their grids
+    are used. cache: of a scheme with an 8-bit cache. routed: routing in the last sublayer; None
+    without experts."""
+
+    states: HiddenStates
+    source: ParameterReader
+    solvers: SolverTable
+    cache: QuantizedCache | None = None
+    routed: RoutedTokens | None = None
+
+    def advance(self, sublayer: Sublayer, ranks: Ranks) -> None:
+        """Through this sublayer. Routed experts add their outputs afterwards."""
+        recorder = RoutingRecorder(len(self.states.hidden))
+        tensors = self._rounded(sublayer)
+        activation_quants = self.solvers.activation_quants(
+            [row.module for row in sublayer.rows if row.module in sublayer.quantized]
+        )
+        if self.cache is not None and self.cache.covers(sublayer):
+            block = sublayer.build(
+                LayerWeights(tensors, no_experts, activation_quants=activation_quants)
+            )
+            sublayer = replace(
+                sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states)
+            )
+        advance(
+            sublayer,
+            tensors,
+            self.states,
+            activation_quants,
+            ranks,
+            no_experts if sublayer.experts is None else recorder,
+        )
+        self.routed = recorder.routed(0, 0)
+
+    def expert_outputs(
+        self, number: int, rows: GatedMlp, original: ExpertWeights, solver: LinearSolver | None
+    ) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens routed to it. solver: on the
+        experts' grid; None if they are not quantized."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        rounded, (tokens, _) = original, self.routed.of(number)
+        if solver is not None:
+            weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
+            nearest = _nearest(weights, rows.rows, solver)
+            gate, up, down = (nearest[module] for module in rows.modules)
+            rounded = replace(
+                original, gate=gate, up=up, down=down, activation_quants=solver.activation_quants()
+            )
+        return rounded(self.routed.x[tokens])
+
+    def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
+        """The sublayer's tensors, read and rounded one at a time."""
+        tensors = {}
+        for row in sublayer.needed:
+            tensor = self.source.dequantized(row)
+            if row.module in sublayer.quantized:
+                (tensor,) = _nearest(
+                    {row.module: tensor}, (row,), self.solvers.of(row.module)
+                ).values()
+            tensors[row.name] = tensor
+        return tensors
+
+
+def _nearest(
+    weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: LinearSolver
+) -> dict[str, Tensor]:
+    """Values of the rounded weights by module, in their order."""
+    fused = {row.module: row.fused for row in rows if row.fused}
+    return solver.rtn_values(weights, fused)
+
 
 SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale uses."""
@@ -174,7 +292,7 @@ class ExpertLayer:
                         )
                     self.log.finish(self._unit(expert))
         if size > 1:
-            self.ranks.sync(self.log.store)
+            self.log.store.sync(self.ranks)
             for expert in (
                 expert
                 for number, batch in enumerate(self.batches)

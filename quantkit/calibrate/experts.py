@@ -15,10 +15,9 @@ from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.hidden_states import HiddenStates, RoutedTokens
 from quantkit.calibrate.input_sums import InputStatistics, best_fraction, expert_drift
 from quantkit.calibrate.linear_solver import LinearSolution, LinearSolver
-from quantkit.calibrate.routing import RoutedTokens
 from quantkit.calibrate.scales import Consumer, LinearInput, choose_scale, sample_rows
 from quantkit.grids.nvfp4 import input_divisor
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant

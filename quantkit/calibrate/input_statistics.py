@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
+from quantkit.calibrate.hidden_states import (
+    HiddenStatePair,
+    HiddenStates,
+    RoutedTokens,
+    RoutingRecorder,
+    TokenBatch,
+)
 from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_sums import (
     Drift,
@@ -19,7 +25,6 @@ from quantkit.calibrate.input_sums import (
     row_weights,
 )
 from quantkit.calibrate.ranks import BatchParallel, Ranks
-from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder
 from quantkit.calibrate.sublayer import LayerWeights, Sublayer
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.weights import ExpertsOp

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import Observer, TokenBatch
-from quantkit.calibrate.output import Output
 from quantkit.common.scratch import give_back
 from quantkit.models.weights import ExpertsOp
 
@@ -62,18 +61,11 @@ class Ranks:
     def owns(self, number: int) -> bool:
         return self.owner(number) == self.rank
 
-    def sync(self, store: Output) -> None:
-        """Wait until every rank has written its units, and reload `store`."""
-        store.settle()
-        self.barrier()
-        store.reread()
-
     def broadcast(self, values: Tensor, source: int) -> Tensor:
         """Values of rank `source`, on every rank; the others' are overwritten."""
         if self.size > 1 and values.numel():
             # NCCL needs contiguous tensors, and a transposed one is copied, so not updated, on
-            # other ranks. Ranks agree on every
-            # rank
+            # other ranks.
             sent = values.contiguous()
             dist.broadcast(
                 sent.view(-1).view(torch.uint8), source, group=self._group_of(values.device.type)

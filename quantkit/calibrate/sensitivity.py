@@ -30,10 +30,15 @@ from torch import Tensor
 from quantkit.calibrate.embed_and_head import EmbedAndHead, TableEmbedAndHead
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
+from quantkit.calibrate.hidden_states import (
+    BATCH_TOKENS,
+    HiddenStates,
+    RoutedTokens,
+    RoutingRecorder,
+    no_experts,
+)
 from quantkit.calibrate.linear_solver import LinearSolver, SolverTable
 from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
-from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder, no_experts
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     NO_ACTIVATION_QUANTS,

@@ -19,10 +19,15 @@ from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.hidden_states import HiddenStates, Observer, TokenBatch, copied_states
+from quantkit.calibrate.hidden_states import (
+    HiddenStates,
+    Observer,
+    TokenBatch,
+    copied_states,
+    no_experts,
+)
 from quantkit.calibrate.linear_solver import SolverTable
 from quantkit.calibrate.ranks import BatchParallel, Ranks
-from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import Weight, dequantize

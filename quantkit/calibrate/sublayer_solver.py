@@ -26,6 +26,7 @@ from quantkit.calibrate.hidden_states import (
     HiddenStates,
     TokenBatch,
     mean_row_distance,
+    no_experts,
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, OutputInputs, PartialRun, enough
@@ -38,7 +39,6 @@ from quantkit.calibrate.input_sums import (
 )
 from quantkit.calibrate.linear_solver import LinearResult, LinearSolver
 from quantkit.calibrate.ranks import BatchParallel, Ranks
-from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.scales import FoldedTensors, LinearInput, SublayerScales, linear_input
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import LayerWeights, batch_product

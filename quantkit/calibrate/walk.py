@@ -27,11 +27,13 @@ from quantkit.calibrate.embed_and_head import (
     embedded_states,
     mtp_states,
 )
-from quantkit.calibrate.expert_layer import ExpertLayer
+from quantkit.calibrate.expert_layer import ExpertLayer, ReferenceRun, RtnRun
 from quantkit.calibrate.hidden_states import (
     Batches,
     HiddenStatePair,
     HiddenStates,
+    RoutedTokens,
+    RoutingUpdater,
     copied_states,
     keep_freed_blocks,
     mean_row_distance,
@@ -43,16 +45,14 @@ from quantkit.calibrate.input_statistics import (
 )
 from quantkit.calibrate.input_sums import Observer
 from quantkit.calibrate.linear_solver import SolverTable
+from quantkit.calibrate.output import Findings, ProgressLog
 from quantkit.calibrate.output_cost import (
     JUDGED_ROWS,
     JUDGED_TOKENS,
     ResidualStream,
     compare_paths,
 )
-from quantkit.calibrate.progress_log import Findings, ProgressLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_runs import ReferenceRun, RtnRun
-from quantkit.calibrate.routing import RoutedTokens, RoutingUpdater
 from quantkit.calibrate.scales import LinearInput, linear_input, scale_in_effect, scale_sublayer
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (

@@ -33,10 +33,11 @@ from quantkit.calibrate.hidden_states import (
     Batches,
     HiddenStatePair,
     HiddenStates,
+    RoutedTokens,
+    RoutingRecorder,
     keep_freed_blocks,
     stored_states,
 )
-from quantkit.calibrate.routing import RoutedTokens, RoutingRecorder
 from quantkit.calibrate.source_model import (
     ParameterReader,
     SourceModel,

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from quantkit.calibrate.progress_log import Findings
+from quantkit.calibrate.output import Findings
 from quantkit.common.pages import render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
 from quantkit.common.sizes import byte_unit, format_bytes, format_duration

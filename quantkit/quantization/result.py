@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.progress_log import Findings
+from quantkit.calibrate.output import Findings
 from quantkit.common.plots import layer_plot
 from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration

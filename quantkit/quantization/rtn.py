@@ -7,8 +7,7 @@ import torch
 
 from quantkit.calibrate.hidden_states import trim_heap
 from quantkit.calibrate.linear_solver import LinearSolution, SolverTable
-from quantkit.calibrate.output import Output
-from quantkit.calibrate.progress_log import Findings
+from quantkit.calibrate.output import Findings, Output
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.source_model import ParameterReader
 from quantkit.common.progress import OnEvent, Progress
@@ -29,7 +28,7 @@ def round_units(
     begun: share of the run's time that is already over. Errors are those of the weights: there are
     no inputs to weight them by.
     """
-    ranks.sync(output)
+    output.sync(ranks)
     trim_heap()  # after calibration
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
@@ -51,7 +50,7 @@ def round_units(
                 found,
             )
         )
-    ranks.sync(output)
+    output.sync(ranks)
     return _collected(output)
 
 

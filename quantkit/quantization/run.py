@@ -16,8 +16,7 @@ from quantkit.calibrate.cache_scales import QuantizedCache
 from quantkit.calibrate.data import OWN_TEXT, SHIPPED_TEXT, Sequences, load_sequences
 from quantkit.calibrate.hidden_states import Batches
 from quantkit.calibrate.linear_solver import SolverTable
-from quantkit.calibrate.output import Output
-from quantkit.calibrate.progress_log import Findings, ProgressLog
+from quantkit.calibrate.output import Findings, Output, ProgressLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.source_model import ParameterReader, SourceModel

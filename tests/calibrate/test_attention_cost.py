@@ -9,7 +9,7 @@ from letters import write_letters
 from packed_model import GROUPED, write_random
 
 from quantkit.calibrate import walk
-from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.hidden_states import no_experts
 from quantkit.calibrate.scales import FoldedTensors
 from quantkit.calibrate.sublayer import LayerWeights
 from quantkit.calibrate.sublayer_solver import attention_costs, solve_sublayer

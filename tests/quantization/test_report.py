@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from quantkit.calibrate.progress_log import Findings
+from quantkit.calibrate.output import Findings
 from quantkit.calibrate.recipe import Recipe
 from quantkit.models.table import Parameter
 from quantkit.quantization.report import (
