@@ -33,6 +33,7 @@ from typing import Any
 from quantkit.checkpoint.journal import check_unlocked, journal_files, lock_path, read_fingerprint
 from quantkit.common.atomic_write import is_unfinished, new_file, sync_folder
 from quantkit.common.errors import QuantkitError
+from quantkit.common.sizes import format_bytes
 
 MANIFEST = "manifest.json"
 _REMEDY = "choose another --out, or move it away"
@@ -393,3 +394,14 @@ def _exchange(first: Path, second: Path) -> bool:
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(number, os.strerror(number), str(second))
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """folder: need not exist yet."""
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if needed > free:
+        raise QuantkitError(
+            f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} "
+            "more",
+            f"free {format_bytes(needed - free)}, or choose another --out",
+        )

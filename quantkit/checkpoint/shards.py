@@ -1,13 +1,15 @@
-"""Reads the bytes of stored tensors: a whole one, or the block of it that a rank needs.
+"""The bytes of tensors: stored ones read, whole or the block of one that a rank needs; and those
+that will be written, on the host and hashed.
 
 Reading is pread into fresh memory and never mmap, so that freed tensors are returned to the system
 and resident memory is what the caller holds. Tensors for a device pass through the host in parts,
 so that no tensor, however large, is whole in both memories.
 """
 
+import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.header import TensorInfo, TensorSlice, read_at
+from quantkit.checkpoint.header import TensorInfo, TensorSlice, bytes_of, read_at
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import open_file
 
@@ -28,6 +30,9 @@ returns 4.7 KB: files in the page cache of a virtual machine)."""
 
 BUFFER = 64 << 20
 """Bytes in flight to a device, or of whole rows read to be cut, at a time."""
+
+PINNED = 128 * 2**20
+"""Bytes of the largest device tensor that is copied to page-locked memory."""
 
 Block = tuple[tuple[int, int], ...]
 """(start, stop) of each dimension."""
@@ -47,6 +52,10 @@ class StoredTensor:
             part = buffer[: self.nbytes - start]
             self._shards.fill(self._info, part, start)
             yield part.numpy().data
+
+
+Content = Tensor | StoredTensor
+"""What is written as a tensor; the latter is copied from its file in parts."""
 
 
 class Shards:
@@ -196,3 +205,25 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """Uninitialized host memory for copies from or to `device`. For a GPU it is page-locked:
     copies from or to pageable memory are ten times slower. PyTorch caches released blocks."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def on_host(tensor: Tensor, copy: bool) -> Tensor:
+    """A contiguous tensor on the host, page-locked for small device tensors. copy: also copy a
+    tensor that is on the host already."""
+    if tensor.device.type == "cpu" or tensor.nbytes > PINNED:
+        return tensor.to("cpu", copy=copy).contiguous()
+    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def parts_of(tensor: Content) -> Iterator[memoryview]:
+    """The tensor's bytes."""
+    return tensor.chunks() if isinstance(tensor, StoredTensor) else iter((bytes_of(tensor),))
+
+
+def digest_of(tensors: Mapping[str, Content]) -> str:
+    """sha256 over the tensors' bytes, in order of their names."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        for part in parts_of(tensors[name]):
+            found.update(part)
+    return found.hexdigest()

@@ -5,11 +5,11 @@ OUT.partial/ holds the shards at their final size from the start, and every tens
 the journal. A unit without an entry, or whose bytes do not match its entry, is written again.
 Index, config and other files come last, and OUT.partial is renamed to OUT, so OUT only exists when
 complete. Units are hashed and written by background threads, in order: memory is one unit plus at
-most 512 MiB of queued units. Several processes may write disjoint units of one output, each with
+most 512 MiB of queued ones. Several processes may write disjoint units of one output, each with
 its own `rank`, and one of them finishes. Two runs cannot write the same output: each rank holds a
 lock throughout.
 
-Files are created with mode 0666 minus the umask.
+Files have mode 0666 minus the umask.
 """
 
 import errno
@@ -17,8 +17,8 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +29,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.checkpoint.header import (
     Layout,
     Shard,
@@ -52,6 +51,7 @@ from quantkit.checkpoint.output_dir import (
     STATE,
     absolute,
     check_disjoint,
+    check_disk,
     check_files,
     check_partial,
     check_run,
@@ -62,27 +62,70 @@ from quantkit.checkpoint.output_dir import (
     remove_leftovers,
     replace_directory,
 )
-from quantkit.checkpoint.shards import StoredTensor, host_memory
+from quantkit.checkpoint.shards import Content, StoredTensor, digest_of, on_host, parts_of
 from quantkit.checkpoint.source_guard import Digests, SourceGuard
 from quantkit.common.atomic_write import new_file
 from quantkit.common.errors import Interrupted, QuantkitError
-from quantkit.common.sizes import format_bytes
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
 _READ_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 MAX_QUEUED = 512 * 2**20
 """Bytes of units that may be queued."""
-_PINNED = 128 * 2**20
-"""Bytes of the largest device tensor that is copied to page-locked memory."""
 _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 4))
 """Threads that hash units and their sources. One thread hashes 1.2 GB/s, and a MoE layer of R1, which a
 GPU quantizes in ten seconds, is 17 GB with its source."""
 _SYNC_SECONDS = 5.0  # work that a power failure may cost
 
 
-Content = Tensor | StoredTensor
-"""What is written as a tensor; the latter is copied from its file in parts."""
+class BackgroundWriter:
+    """Runs jobs on its own thread.
+
+    capacity: bytes that may be queued; a larger job waits until the queue is empty. An exception
+    raised by a job is raised by the next call, and no further job runs.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._jobs = capacity, deque[tuple[Future[None], int]]()
+        self._pool = ThreadPoolExecutor(1, "background-writer")
+        self._failure: BaseException | None = None
+        self._failure_raised = False
+
+    def submit(self, job: Callable[[], None], nbytes: int) -> None:
+        """Queue a job; blocks while the queue is full, and until the job has run where `nbytes`
+        exceeds the capacity."""
+        while self._jobs and sum(size for _, size in self._jobs) + nbytes > self._capacity:
+            self._jobs.popleft()[0].result()
+        self._check()
+        self._jobs.append((self._pool.submit(self._run, job), nbytes))
+        if nbytes > self._capacity:
+            self.wait()
+
+    def wait(self) -> None:
+        """Block until every queued job has run."""
+        while self._jobs:
+            self._jobs.popleft()[0].result()
+        self._check()
+
+    def close(self) -> None:
+        """Wait for all jobs and end the thread. A failure is raised only once."""
+        try:
+            if not self._failure_raised:
+                self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            self._failure_raised = True
+            raise self._failure
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            if self._failure is None:
+                job()
+        except BaseException as failure:
+            self._failure = failure
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
@@ -121,7 +164,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             check_target(self.out, self._run, overwrite)
             check_partial(self.partial)
             if not self.partial.exists():  # before a run without enough room creates anything
-                _check_disk(self.partial.parent, sum(shard.size for shard in self.layout.shards))
+                check_disk(self.partial.parent, sum(shard.size for shard in self.layout.shards))
             self._state.mkdir(parents=True, exist_ok=True)
             with _locked(self._state / "setup.lock"):
                 # Again: another run may have finished meanwhile.
@@ -201,11 +244,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         host_tensors = {
             name: tensor
             if isinstance(tensor, StoredTensor)
-            else _on_host(tensor.detach(), nbytes <= MAX_QUEUED)
+            else on_host(tensor.detach(), nbytes <= MAX_QUEUED)
             for name, tensor in tensors.items()
         }
         self._queued.add(unit)
-        digest = self._hashing.submit(_digest, host_tensors)
+        digest = self._hashing.submit(digest_of, host_tensors)
         source = (
             self._hashing.submit(self._guard.digests, unit) if self._guard is not None else None
         )
@@ -244,7 +287,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             for name, tensor in host_tensors.items():
                 info = self.layout.tensors[name]
                 offset, file = info.offset, self._descriptors[info.shard]
-                for part in _parts(tensor):
+                for part in parts_of(tensor):
                     write_at(file, part, offset)
                     offset += len(part)
             entry = JournalEntry(
@@ -331,12 +374,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         sources = {
             unit: entry.source for unit, entry in sorted(self._entries.items()) if entry.source
         }
-        return (
-            json.dumps(
-                {"run": self._run, "files": listed, "sources": sources, **more}, indent=1
-            ).encode()
-            + b"\n"
-        )
+        manifest = {"run": self._run, "files": listed, "sources": sources, **more}
+        return json.dumps(manifest, indent=1).encode() + b"\n"
 
     def _flush(self) -> None:
         self._background.close()
@@ -371,7 +410,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             for shard in self.layout.shards
             if not _is_intact(self.partial / shard.name, shard)
         ]
-        _check_disk(self.partial.parent, sum(shard.size for shard in missing))
+        check_disk(self.partial.parent, sum(shard.size for shard in missing))
         register_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
             with new_file(self.partial / shard.name) as file:
@@ -400,44 +439,11 @@ def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
             remove_leftovers(partial_path(out), out, STATE)
 
 
-def _on_host(tensor: Tensor, copy: bool) -> Tensor:
-    """A contiguous tensor on the host, page-locked for small device tensors. copy: also copy a
-    tensor that is on the host already."""
-    if tensor.device.type == "cpu" or tensor.nbytes > _PINNED:
-        return tensor.to("cpu", copy=copy).contiguous()
-    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-
-
-def _parts(tensor: Content) -> Iterator[memoryview]:
-    """The tensor's bytes."""
-    return tensor.chunks() if isinstance(tensor, StoredTensor) else iter((bytes_of(tensor),))
-
-
-def _digest(tensors: Mapping[str, Content]) -> str:
-    """sha256 over the tensors' bytes, in order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        for part in _parts(tensors[name]):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
     for start in range(0, info.nbytes, _CHUNK):
         chunk = buffer[: min(_CHUNK, info.nbytes - start)]
         yield chunk[: read_at(descriptor, chunk, info.offset + start)]
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    """folder: need not exist yet."""
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    if needed > free:
-        raise QuantkitError(
-            f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} "
-            "more",
-            f"free {format_bytes(needed - free)}, or choose another --out",
-        )
 
 
 def _is_intact(path: Path, shard: Shard) -> bool:

@@ -29,7 +29,7 @@ from quantkit.checkpoint.writer import prepare
 from quantkit.common.devices import describe_hardware, select_device
 from quantkit.common.errors import UsageError
 from quantkit.common.plots import check_drawable
-from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
+from quantkit.common.progress import Note, OnEvent, Progress, RunUsage, ignore_event, peak_memory
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.base import grid_label
 from quantkit.grids.schemes import Scheme
@@ -67,7 +67,6 @@ from quantkit.quantization.request import NO_MIXTURE, JobRequest, read_request
 from quantkit.quantization.result import QuantizationReport
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, find_sensitivities, sensitivities_path
-from quantkit.quantization.usage import RunUsage
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _LONG_S = 60
@@ -174,7 +173,7 @@ def quantize(
             seconds, faster = _expected_seconds(run, output, writer.state_dir, ranks.size)
             if seconds > _LONG_S and not resumed:
                 on_event(Note(f"about {format_duration(seconds)} on this machine{faster}"))
-            listen = usage.listener(_with_expected(on_event, seconds))
+            listen = usage.listener(on_event, seconds)
         pruned = _pruned(run, output, ranks, listen)
         if ranks.is_main:
             writer.check_source()
@@ -213,13 +212,6 @@ def _expected_seconds(run: "_Run", output: Output, folder: Path, ranks: int) -> 
     seconds = expected_seconds(job_work(run.job, run.job.linears, stored, tokens), rate)
     faster = faster_run(run.job, stored, tokens) if ranks == 1 else None
     return seconds / ranks, f"; {faster.describe(rate)}" if faster else ""
-
-
-def _with_expected(on_event: OnEvent, seconds: float) -> OnEvent:
-    """Progress with the expected time of the whole run."""
-    return lambda event: on_event(
-        replace(event, expected=seconds) if isinstance(event, Progress) else event
-    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from threading import Event
 
 import pytest
 
-from quantkit.checkpoint.background_writer import BackgroundWriter
+from quantkit.checkpoint.writer import BackgroundWriter
 
 
 def test_jobs_run_in_order_while_their_maker_goes_on():

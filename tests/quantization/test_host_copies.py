@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.calibrate.output import HostCopies, Output
-from quantkit.checkpoint.background_writer import BackgroundWriter
+from quantkit.checkpoint.writer import BackgroundWriter
 
 
 def test_memory_is_used_again():

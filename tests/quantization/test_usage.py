@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import open_headers
-from quantkit.common.progress import Note
+from quantkit.common.progress import Note, RunUsage
 from quantkit.quantization.cost import (
     CALIBRATED_SHARE,
     H200,
@@ -20,7 +20,6 @@ from quantkit.quantization.cost import (
 from quantkit.quantization.job import open_job
 from quantkit.quantization.options import QuantizeOptions
 from quantkit.quantization.request import read_request, read_scheme
-from quantkit.quantization.usage import RunUsage
 
 
 def test_a_restart_counts_what_earlier_parts_used(tmp_path):

@@ -44,10 +44,15 @@ from quantkit.executor.server.intake import (
     parse,
     valid,
 )
-from quantkit.executor.server.monitoring import exposition
 from quantkit.executor.server.protocol import ChatRequest
 from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
-from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service
+from quantkit.executor.server.service import (
+    EngineFault,
+    QueueFull,
+    RequestFault,
+    Service,
+    exposition,
+)
 from quantkit.executor.server.tokenize import detokenize, tokenize
 
 Answer = ChatAnswer | CompletionAnswer | ResponseAnswer

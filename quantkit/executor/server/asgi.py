@@ -21,8 +21,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.bind import is_loopback
-from quantkit.executor.server.monitoring import LONGEST_MESSAGE, log_fault
-from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
+from quantkit.executor.server.service import (
+    LONGEST_MESSAGE,
+    AnswerStream,
+    EngineFault,
+    RequestFault,
+    log_fault,
+)
 
 
 async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:

@@ -1,6 +1,6 @@
 """The page parses as Prometheus reads it: cumulative buckets, one HELP and TYPE a metric."""
 
-from quantkit.executor.server.monitoring import Counter, Gauge, Histogram, exposition
+from quantkit.executor.server.service import Counter, Gauge, Histogram, exposition
 
 
 def test_exposition():
