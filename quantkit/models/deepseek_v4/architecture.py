@@ -8,7 +8,7 @@ lacks, follows the release's own code. Symbols: T tokens, H hidden_size, n strea
 head_dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Self
 
@@ -213,10 +213,17 @@ class Config(ModelConfig):
 
 def parameters(config: Config) -> list[Parameter]:
     """Every tensor of the checkpoint in the order of a forward pass, MTP layers last."""
+    return stack_parameters(config, lambda layer: layer_parameters(config, layer))
+
+
+def stack_parameters(
+    config: Config, rows_of: Callable[[int], Iterable[Parameter]]
+) -> list[Parameter]:
+    """As `parameters`, with the rows of a layer."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        rows += layer_parameters(config, layer)
+        rows += rows_of(layer)
     rows += merge_parameters(config.streams)
     rows += [
         Parameter("norm.weight", (h,), "norm"),
@@ -224,21 +231,32 @@ def parameters(config: Config) -> list[Parameter]:
     ]
     for layer in mtp.mtp_layers(config):
         rows += hyper_connections.mtp_parameters(
-            config.streams, config.prefix(layer), layer, layer_parameters(config, layer)
+            config.streams, config.prefix(layer), layer, rows_of(layer)
         )
     return rows
 
 
-def layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     """Every tensor of a layer."""
     config = config.of_layer(layer)
+    return block_parameters(
+        config, layer, attention_parameters(config, layer), expert_parameters(config, layer)
+    )
+
+
+def block_parameters(
+    config: Config, layer: int, attention: Iterable[Parameter], experts: Iterable[Parameter]
+) -> list[Parameter]:
+    """A layer's rows around those of its attention and its experts."""
     h, p = config.hidden_size, config.prefix(layer)
-    yield from hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
-    yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)
-    yield from attention_parameters(config, layer)
-    yield from hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
-    yield Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer)
-    yield from _expert_parameters(config, layer)
+    return [
+        *hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention"),
+        Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer),
+        *attention,
+        *hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router"),
+        Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer),
+        *experts,
+    ]
 
 
 def attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
@@ -302,7 +320,8 @@ def _compressor_parameters(
     ]
 
 
-def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
+def expert_parameters(config: Config, layer: int) -> list[Parameter]:
+    """Router and experts of a layer."""
     width = config.moe_intermediate_size
     experts = config.n_routed_experts
     names = config.names_of(layer)
@@ -325,28 +344,28 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The norms before both sublayers and of the queries' latent, to all their readers; no scale
     passes through clamped gates."""
     config = config.of_layer(layer)
+    rate, selects = config.entry_rates[layer]
+    readers = ["compressor.wkv", "compressor.wgate"] if rate else []
+    if selects:
+        readers += [f"indexer.{one}" for one in ("weights_proj", *readers)]
+    return block_groups(config, layer, readers, ["indexer.wq_b"] if selects else [])
+
+
+def block_groups(
+    config: Config, layer: int, readers: list[str], queries: list[str]
+) -> list[ScaleGroup]:
+    """readers, queries: modules within the attention that read its input, and the queries' latent,
+    after the projections."""
     p = config.prefix(layer)
     a = f"{p}.attn"
-    rate, selects = config.entry_rates[layer]
-    readers = [
-        f"{a}.wq_a",
-        f"{a}.wkv",
-        *([f"{a}.compressor.wkv", f"{a}.compressor.wgate"] if rate else []),
-    ]
-    queries = [f"{a}.wq_b"]
-    if selects:
-        readers += [
-            f"{a}.indexer.weights_proj",
-            f"{a}.indexer.compressor.wkv",
-            f"{a}.indexer.compressor.wgate",
-        ]
-        queries.append(f"{a}.indexer.wq_b")
+    of_input = tuple(f"{a}.{one}" for one in ("wq_a", "wkv", *readers))
+    of_latent = tuple(f"{a}.{one}" for one in ("wq_b", *queries))
     mixture, *_ = moe_scale_groups(
         f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
     )
     groups = [
-        ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
-        ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
+        ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, of_input, of_input[0]),
+        ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, of_latent, of_latent[0]),
         mixture,
     ]
     return stage_groups(config, layer, groups)

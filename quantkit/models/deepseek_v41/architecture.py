@@ -39,12 +39,10 @@ from quantkit.models.deepseek_v4 import architecture as deepseek_v4
 from quantkit.models.deepseek_v41.ahead_streams import AheadStreams
 from quantkit.models.deepseek_v41.config import Config
 from quantkit.models.deepseek_v41.engram import SCALE_GROUP, Engram
-from quantkit.models.dspark import stage_groups
 from quantkit.models.hyper_connections import (
     ID_SCALE,
-    hyper_connection_parameters,
 )
-from quantkit.models.mlp import MoeMlp, moe_parameters, moe_scale_groups
+from quantkit.models.mlp import MoeMlp
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -53,31 +51,21 @@ _NAMES = hyper_connections.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_nor
 
 def parameters(config: Config) -> list[Parameter]:
     """The text model's tensors, in the order of a forward pass."""
-    h, vocab = config.hidden_size, config.vocab_size
-    rows = [Parameter("embed.weight", (vocab, h), "embedding")]
-    for layer in range(config.num_hidden_layers):
-        if config.engram and layer in config.engram.layers:
-            rows += _engram_parameters(config, layer)
-        rows += layer_parameters(config, layer)
-    rows += [
-        Parameter("norm.weight", (h,), "norm"),
-        Parameter("head.weight", (vocab, h), "head", "gathered"),
-    ]
-    return rows
+
+    def rows_of(layer: int) -> list[Parameter]:
+        has_table = config.engram is not None and layer in config.engram.layers
+        table = _engram_parameters(config, layer) if has_table else ()
+        return [*table, *layer_parameters(config, layer)]
+
+    return deepseek_v4.stack_parameters(config, rows_of)
 
 
 def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     """Every tensor of a layer, or of a stage of the DSpark head, without an n-gram table's."""
     config = config.of_layer(layer)
-    p, h = config.prefix(layer), config.hidden_size
-    return [
-        *hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention"),
-        Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer),
-        *_attention_parameters(config, layer),
-        *hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router"),
-        Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer),
-        *_expert_parameters(config, layer),
-    ]
+    return deepseek_v4.block_parameters(
+        config, layer, _attention_parameters(config, layer), _expert_parameters(config, layer)
+    )
 
 
 def _engram_parameters(config: Config, layer: int) -> Iterator[Parameter]:
@@ -104,8 +92,7 @@ def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     yield from before
     row = replace(o_a, split="replicate")
     if config.sources[layer] == layer:
-        names = ("wkv", "wgate") if config.ratios[layer] > 1 else ("wkv",)
-        for name in names:
+        for name in _pooled(config, layer):
             yield replace(row, name=f"{a}.compressor.{name}.weight", shape=(d, h))
         yield replace(row, name=f"{a}.compressor.norm.weight", shape=(d,), role="norm")
     if layer in config.selecting:
@@ -119,44 +106,26 @@ def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
 
 
 def _expert_parameters(config: Config, layer: int) -> Iterator[Parameter]:
-    prefix, width = f"{config.prefix(layer)}.ffn", config.moe_intermediate_size
-    rows = moe_parameters(
-        prefix,
-        config.hidden_size,
-        width,
-        layer,
-        config.n_routed_experts,
-        shared_width=width,
-        names=config.mixture,
-    )
-    router, bias, *others = rows
+    router, bias, *others = deepseek_v4.expert_parameters(config, layer)
     # Of tokens of images, which are not computed.
-    images = replace(bias, name=f"{prefix}.gate.bias_vl", optional=True)
+    images = replace(bias, name=f"{bias.name}_vl", optional=True)
     yield from (router, bias, images, *others)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The norms before both sublayers and of the queries' latent, to all their readers; no scale
-    passes through clamped gates."""
-    config = config.of_layer(layer)
-    p = config.prefix(layer)
-    a = f"{p}.attn"
-    readers, queries = [f"{a}.wq_a", f"{a}.wkv"], [f"{a}.wq_b"]
+    """As of DeepSeek-V4."""
+    config, readers = config.of_layer(layer), list[str]()
     if config.sources[layer] == layer:
-        readers += [f"{a}.compressor.wkv"]
-        readers += [f"{a}.compressor.wgate"] if config.ratios[layer] > 1 else []
-    if layer in config.selecting:
-        readers.append(f"{a}.indexer.weights_proj")
-        queries.append(f"{a}.indexer.wq_b")
-    mixture, *_ = moe_scale_groups(
-        f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
-    )
-    groups = [
-        ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
-        ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
-        mixture,
-    ]
-    return stage_groups(config, layer, groups)
+        readers += [f"compressor.{one}" for one in _pooled(config, layer)]
+    selects = layer in config.selecting
+    readers += ["indexer.weights_proj"] if selects else []
+    return deepseek_v4.block_groups(config, layer, readers, ["indexer.wq_b"] if selects else [])
+
+
+def _pooled(config: Config, layer: int) -> tuple[str, ...]:
+    """Linears whose outputs the layer's entries are made of: a single token of a group needs no
+    weight."""
+    return ("wkv", "wgate") if config.ratios[layer] > 1 else ("wkv",)
 
 
 class Attention(deepseek_v4.Attention):
@@ -175,10 +144,8 @@ class Attention(deepseek_v4.Attention):
             gain = weights.tensor(f"{prefix}.compressor.norm.weight")
             bias = torch.zeros(rate, c.head_dim, device=gain.device)
             pooling = Pooling(rate, False, bias, gain, c.rms_norm_eps, self.rope)
-            names = ("wkv", "wgate") if rate > 1 else ("wkv",)
-            self.raw = torch.cat(
-                [weights.dequantized(f"{prefix}.compressor.{name}") for name in names]
-            )
+            names = [f"{prefix}.compressor.{name}" for name in _pooled(c, layer)]
+            self.raw = torch.cat([weights.dequantized(name) for name in names])
             keys = IndexKeys(
                 weights.dequantized(f"{prefix}.indexer.wk"),
                 weights.tensor(f"{prefix}.indexer.k_norm.weight"),

@@ -10,13 +10,12 @@ from quantkit.models.config import (
     CountOrNone,
     check_at_most,
     check_count,
-    check_divides,
     read_fields,
     refusal,
     refuse_other_values,
 )
 from quantkit.models.deepseek_v4 import architecture as deepseek_v4
-from quantkit.models.deepseek_v4.config import COMPUTED, check_scoring, read_ropes
+from quantkit.models.deepseek_v4.config import COMPUTED, check_scoring, check_sizes, read_ropes
 from quantkit.models.deepseek_v41.ahead_streams import AheadSizes
 from quantkit.models.deepseek_v41.engram import EngramLayout
 from quantkit.models.hyper_connections import HyperConnectionNames
@@ -69,7 +68,11 @@ class Config(deepseek_v4.Config):
             engram=EngramLayout.from_dict(text, made.num_hidden_layers, made.vocab_size),
             dspark=made.read_dspark(text),
         )
-        _check_sizes(made)
+        check_sizes(made)
+        rotary = max(rope.dim for rope in made.ropes)
+        check_at_most(
+            "the rotary embedding's channels", rotary, "index_head_dim", made.index_head_dim
+        )
         return made
 
     def _of_stages(self) -> Self:
@@ -176,16 +179,3 @@ def _read_candidate_source(
     room = config.candidate_topk_blocks * config.candidate_block_size
     check_at_most("index_topk", config.index_topk, "entries of candidate_topk_blocks", room)
     return found
-
-
-def _check_sizes(config: Config) -> None:
-    check_divides("o_groups", "num_attention_heads", config)
-    check_at_most(
-        "num_experts_per_tok",
-        config.num_experts_per_tok,
-        "n_routed_experts",
-        config.n_routed_experts,
-    )
-    rotary = max(rope.dim for rope in config.ropes)
-    for name in ("head_dim", "index_head_dim"):
-        check_at_most("the rotary embedding's channels", rotary, name, getattr(config, name))
