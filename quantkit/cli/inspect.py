@@ -81,8 +81,8 @@ def check(
     """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0
     if good, 1 if doubtful, 2 if bad."""
     from quantkit.common.atomic_write import check_writable, make_folder
+    from quantkit.diagnosis import write_report
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
-    from quantkit.diagnosis.findings import write_report
     from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
 

@@ -25,7 +25,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis import Findings
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.grids.base import dequantize
 from quantkit.models.decoder import DecoderLayer

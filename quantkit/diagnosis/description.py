@@ -26,7 +26,7 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.int_groups import IntGrid

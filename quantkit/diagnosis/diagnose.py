@@ -12,9 +12,9 @@ from torch import Tensor
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint, HeaderCheckpoint, open_headers
 from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
 from quantkit.diagnosis.description import Description, describe
-from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.sampled_rows import sample_unquantized_rows
 from quantkit.diagnosis.settings import check_settings, compare_settings
 from quantkit.diagnosis.source_comparison import SourceComparison, is_matrix

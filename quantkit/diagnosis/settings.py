@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from quantkit.checkpoint.aux_files import TOKENIZER_FILES
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.structure import Structure, check_fields
 from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.tokenizer_checks import (

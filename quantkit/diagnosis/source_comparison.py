@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Axis
 from quantkit.checkpoint.reader import Checkpoint, open_headers
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.description import Description
-from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import ORDERS, reordered
 from quantkit.diagnosis.sampled_rows import (
     GRID_VALUES,

@@ -10,8 +10,8 @@ from typing import Any
 
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.description import Description, compare_lists
-from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import Architecture, ModelConfig

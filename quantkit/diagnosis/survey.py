@@ -31,7 +31,7 @@ from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis import Findings
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"

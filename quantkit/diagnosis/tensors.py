@@ -15,8 +15,8 @@ from torch import Tensor
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.gptq import Gptq, in_order
 from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.description import Description
-from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import (
     CONSTANT_SHARE,
     LARGEST_GAIN,

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.survey import TEMPLATE, Survey
 from quantkit.tokenizer.chat import ChatTemplate
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import HEAD, SLIM_FILES
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.description import Description
-from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import LARGEST_GAIN, squares
 from quantkit.diagnosis.sampled_rows import is_on_grid
 from quantkit.diagnosis.structure import Structure, is_tied

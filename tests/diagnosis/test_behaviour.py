@@ -10,9 +10,9 @@ import pytest
 from refused import refused
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis import Findings
 from quantkit.diagnosis.behaviour import compare_behaviour
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import Findings
 
 CONFIG = make_model.tiny_config(num_hidden_layers=3)
 

@@ -16,8 +16,8 @@ from nearest import quantize_int
 from quantkit.checkpoint.formats import gptq
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
+from quantkit.diagnosis import EXIT_CODES, catalogue
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import CATALOGUE, EXIT_CODES
 from quantkit.grids.base import dequantize
 from quantkit.grids.int_groups import IntGrid
 
@@ -102,7 +102,7 @@ def test_the_command_says_the_verdict_with_its_exit_code(good, tmp_path):
 def test_the_page_explains_each_finding():
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     told = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
-    assert told == set(CATALOGUE)
+    assert told == set(catalogue())
 
 
 def test_deepseek_r1s_headers_are_good(tmp_path):

@@ -10,8 +10,8 @@ headers.py has those that headers and files show, tensors.py those that bytes or
 from faulty import headers, tensors
 from faulty.contents import Contents
 from faulty.fault import FAULTS, Fault
+from quantkit.diagnosis import catalogue
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import CATALOGUE
 
 __all__ = ["FAULTS", "Contents", "Fault", "check_found", "damaged", "headers", "tensors"]
 
@@ -32,5 +32,5 @@ def check_found(fault, opened, folder):
     findings = diagnose(bad, source=source, depth=fault.depth).findings
     told = {finding.name for finding in findings.found if finding.severity != "note"}
     assert told & set(fault.finds), findings.to_json()
-    severe = CATALOGUE[fault.finds[0]].severity == "error"
+    severe = catalogue()[fault.finds[0]].severity == "error"
     assert findings.verdict == ("bad" if severe else "doubtful")
