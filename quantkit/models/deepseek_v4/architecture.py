@@ -9,15 +9,12 @@ head_dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Self
+from dataclasses import replace
 
 import torch
 from quantkit_kernels import (
-    Gating,
     HeadNorm,
     Rotation,
-    Routing,
     float32_linear,
     rms_norm,
     rotate_heads,
@@ -28,187 +25,23 @@ from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models import hyper_connections, mtp
-from quantkit.models.architecture import CompressedCache, ModelConfig
 from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
     Pooling,
 )
-from quantkit.models.config import (
-    DECIDED,
-    CountOrNone,
-    NumExperts,
-    NumLayers,
-    NumLayersOrNone,
-    read_fields,
-)
 from quantkit.models.context import Context, Positions
-from quantkit.models.deepseek_v4.config import (
-    COMPRESSED,
-    HEAVY,
-    WINDOW,
-    check_sizes,
-    read_ropes,
-    read_schedules,
-    refuse_unsupported,
-)
-from quantkit.models.dspark import NO_HEAD, DSparkSizes, stage_groups
+from quantkit.models.deepseek_v4.config import Config
+from quantkit.models.dspark import stage_groups
 from quantkit.models.hyper_connections import (
-    HyperConnectionSizes,
     hyper_connection_parameters,
     merge_parameters,
 )
-from quantkit.models.mlp import MixtureNames, MlpNames, MoeMlp, moe_parameters, moe_scale_groups
-from quantkit.models.rope import Rope
+from quantkit.models.mlp import MoeMlp, moe_parameters, moe_scale_groups
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 _TABLE = "gate.tid2eid"
-_LINEARS = MlpNames("w1", "w3", "w2")
-
-
-@dataclass(frozen=True)
-class Config(ModelConfig):
-    """Fields as config.json names them. kinds: of attention, by layer, MTP layers included; rates:
-    tokens per compressed KV entry, by kind; hashed: layers with hash routing; ropes: of layers with
-    a window only, and of the others."""
-
-    vocab_size: int
-    hidden_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: NumLayers
-    num_attention_heads: int
-    head_dim: int
-    q_lora_rank: int
-    n_routed_experts: NumExperts
-    num_experts_per_tok: int
-    o_groups: int
-    o_lora_rank: int
-    sliding_window: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    num_nextn_predict_layers: NumLayersOrNone = 0
-    hc_mult: int = 4
-    hc_sinkhorn_iters: CountOrNone = 20
-    hc_eps: float = 1e-6
-    swiglu_limit: float = 10.0
-    routed_scaling_factor: float = 1.5
-    scoring_func: str = "sqrtsoftplus"
-    kinds: Annotated[tuple[str, ...], DECIDED] = ()
-    rates: Annotated[tuple[int, int], DECIDED] = (4, 128)
-    hashed: Annotated[frozenset[int], DECIDED] = frozenset()
-    ropes: Annotated[tuple[Rope, Rope], DECIDED] = ()  # type: ignore[assignment]
-    dspark: Annotated[DSparkSizes, DECIDED] = NO_HEAD
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json. Raises QuantkitError where a required field is missing or a value is
-        not computed by this file."""
-        refuse_unsupported(config)
-        made = cls(**read_fields(cls, config))
-        kinds, rates, hashed = read_schedules(
-            config, made.num_hidden_layers, made.num_nextn_predict_layers
-        )
-        made = replace(
-            made, kinds=kinds, rates=rates, hashed=hashed, ropes=read_ropes(config, made.head_dim)
-        )
-        check_sizes(made)
-        return replace(made, dspark=made.read_dspark(config))
-
-    def read_dspark(self, config: dict[str, Any]) -> DSparkSizes:
-        """Of the head in mtp.*, if there is one (models/dspark.py)."""
-        return DSparkSizes.from_dict(
-            config, self.num_hidden_layers, self.n_routed_experts, self.num_experts_per_tok
-        )
-
-    def of_layer(self, layer: int) -> Self:
-        """What a layer is built by: stages of the DSpark head have sizes of their own."""
-        return self._of_stages() if self.dspark.block and layer >= self.num_hidden_layers else self
-
-    def _of_stages(self) -> Self:
-        sizes, kinds = self.dspark, (WINDOW,) * (self.num_hidden_layers + self.dspark.stages)
-        own = replace(self, kinds=kinds, n_routed_experts=sizes.experts)
-        return replace(own, num_experts_per_tok=sizes.experts_per_token)
-
-    @property
-    def streams(self) -> HyperConnectionSizes:
-        return HyperConnectionSizes(
-            self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters, self.hc_eps, self.rms_norm_eps
-        )
-
-    @property
-    def cache(self) -> CompressedCache:
-        return CompressedCache(
-            self.head_dim,
-            self.index_head_dim,
-            self.sliding_window,
-            self.entry_rates[: self.num_hidden_layers],
-        )
-
-    @property
-    def entry_rates(self) -> tuple[tuple[int, bool], ...]:
-        """For each layer: tokens per compressed KV entry, 0 without, and whether an indexer selects
-        among the entries."""
-        by_kind = {COMPRESSED: (self.rates[0], True), HEAVY: (self.rates[1], False)}
-        return tuple(by_kind.get(kind, (0, False)) for kind in self.kinds)
-
-    def reads_entries(self, layer: int) -> bool:
-        return bool(self.entry_rates[layer][0])
-
-    @property
-    def gating(self) -> Gating:
-        return Gating(limit=self.swiglu_limit)
-
-    @property
-    def mixture(self) -> MixtureNames:
-        return MixtureNames(
-            bias="gate.bias", shared="shared_experts", linears=_LINEARS, gating=self.gating
-        )
-
-    @property
-    def drafted_block(self) -> int:
-        return self.dspark.block
-
-    @property
-    def has_sequence_state(self) -> bool:
-        return True
-
-    @property
-    def tp_units(self) -> dict[str, int]:
-        return {"num_attention_heads": self.num_attention_heads, "o_groups": self.o_groups}
-
-    @property
-    def copied_prefixes(self) -> tuple[str, ...]:
-        return ("mtp.",)
-
-    @property
-    def routing(self) -> Routing:
-        scale = self.routed_scaling_factor
-        return Routing(
-            self.n_routed_experts,
-            self.num_experts_per_tok,
-            True,
-            self.scoring_func,
-            routed_scaling_factor=scale,
-        )
-
-    def prefix(self, layer: int) -> str:
-        """Prefix of the names of a layer's tensors."""
-        return (
-            f"layers.{layer}"
-            if layer < self.num_hidden_layers
-            else f"mtp.{layer - self.num_hidden_layers}"
-        )
-
-    def is_moe(self, layer: int) -> bool:
-        return True
-
-    def names_of(self, layer: int) -> MixtureNames:
-        """Names of the layer's experts; hash routing has no bias."""
-        return replace(self.mixture, bias=None) if layer in self.hashed else self.mixture
 
 
 def parameters(config: Config) -> list[Parameter]:

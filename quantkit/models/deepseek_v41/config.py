@@ -14,7 +14,7 @@ from quantkit.models.config import (
     refusal,
     refuse_other_values,
 )
-from quantkit.models.deepseek_v4 import architecture as deepseek_v4
+from quantkit.models.deepseek_v4 import config as deepseek_v4
 from quantkit.models.deepseek_v4.config import COMPUTED, check_scoring, check_sizes, read_ropes
 from quantkit.models.deepseek_v41.ahead_streams import AheadSizes
 from quantkit.models.deepseek_v41.engram import EngramLayout
