@@ -1,5 +1,8 @@
 """Errors shown to users: what is wrong, and what to do about it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _LONGEST = 1000
 """Limit in characters of a problem or a remedy."""
 
@@ -28,6 +31,18 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, kept: str) -> None:
         self.kept = kept
         super().__init__(kept)
+
+
+@contextmanager
+def library_errors(problem: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of a library into a QuantkitError: `tokenizers` raises bare Exceptions, and
+    its panics are BaseExceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        raise QuantkitError(f"{problem}: {error}", remedy) from error
 
 
 def _one_line(text: str) -> str:

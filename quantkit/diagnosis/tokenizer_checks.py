@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, library_errors
 from quantkit.diagnosis import Findings
 from quantkit.diagnosis.survey import TEMPLATE, Survey
 from quantkit.tokenizer.chat import ChatTemplate
@@ -61,16 +61,15 @@ def load_tokenizer(survey: Survey, findings: Findings) -> Tokenizer | None:
     if not tokenizer or findings.has("tokenizer-broken"):
         return None
     try:
-        loaded = Tokenizer.from_str(json.dumps(tokenizer))
-        # Engines disable both at every call, as transformers does.
-        loaded.no_truncation()
-        loaded.no_padding()
-        return loaded
-    except BaseException as error:  # a panic of the library is not an Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        findings.add("tokenizer-broken", "tokenizer.json", f"it does not load: {str(error)[:120]}")
+        with library_errors("it does not load", ""):
+            loaded = Tokenizer.from_str(json.dumps(tokenizer))
+    except QuantkitError as fault:
+        findings.add("tokenizer-broken", "tokenizer.json", fault.problem[:140])
         return None
+    # Engines disable both at every call, as transformers does.
+    loaded.no_truncation()
+    loaded.no_padding()
+    return loaded
 
 
 def check_added_tokens(survey: Survey, rows: int, findings: Findings) -> None:

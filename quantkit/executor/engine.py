@@ -246,9 +246,8 @@ class Engine:
                 self.step()
                 if sequence.fault is not None:
                     raise sequence.fault
-                text = sequence.take_text()
-                if text or sequence.finish_reason:
-                    yield Delta(text, sequence.completion() if sequence.finish_reason else None)
+                if (delta := sequence.take_delta()) is not None:
+                    yield delta
         finally:
             self.cancel(sequence)
 

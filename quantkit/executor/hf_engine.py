@@ -87,9 +87,8 @@ class WholeEngine:
         for _ in self._steps(sequence):
             if sequence.fault is not None:
                 raise sequence.fault
-            text = sequence.take_text()
-            if text or sequence.finish_reason:
-                yield Delta(text, sequence.completion() if sequence.finish_reason else None)
+            if (delta := sequence.take_delta()) is not None:
+                yield delta
 
     def close(self) -> None:
         """Nothing needs ending."""

@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from quantkit.calibrate.sensitivity import LinearGroup, Sensitivities, linear_groups
 from quantkit.common.errors import QuantkitError
+from quantkit.common.settings import checked
 from quantkit.common.sizes import format_bytes
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.int_groups import IntGrid
@@ -264,44 +267,31 @@ def _lacks(what: str) -> QuantkitError:
     )
 
 
+class _File(BaseModel):
+    kl: dict[str, dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]]
+    asked: dict[str, list[int]]
+    tokens: int = Field(ge=1)
+    source: str
+
+
 def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
     """A file written by a run. source: the fingerprint of the checkpoint that it must be of. Raises
     QuantkitError."""
+    remedy = "give a sensitivities.json of an earlier run"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        found = Sensitivities(
-            {
-                str(name): {str(label): float(kl) for label, kl in own.items()}
-                for name, own in facts["kl"].items()
-            },
-            {
-                str(layer): [int(count) for count in counts]
-                for layer, counts in facts["asked"].items()
-            },
-            int(facts["tokens"]),
-        )
-        of = str(facts["source"])
+        read = checked(json.loads(path.read_text(encoding="utf-8")), _File, str(path), remedy)
     except OSError as error:
         raise QuantkitError(
-            f"cannot read sensitivities {path}: {error.strerror}",
-            "give a sensitivities.json of an earlier run",
+            f"cannot read sensitivities {path}: {error.strerror}", remedy
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise QuantkitError(
-            f"{path} is not a file of sensitivities", "give a sensitivities.json of an earlier run"
-        ) from error
-    values = [kl for own in found.kl.values() for kl in own.values()]
-    if found.tokens < 1 or not all(map(math.isfinite, values)) or min(values, default=0.0) < 0:
-        raise QuantkitError(
-            f"{path} holds invalid values",
-            "give a sensitivities.json of an earlier run",
-        )
-    if source is not None and of != source:
+    except (ValueError, RecursionError) as error:
+        raise QuantkitError(f"{path} is not a file of sensitivities", remedy) from error
+    if source is not None and read.source != source:
         raise QuantkitError(
             f"{path} was measured on another source",
             "leave out --sensitivities to measure this one",
         )
-    return found
+    return Sensitivities(read.kl, read.asked, read.tokens)
 
 
 def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:

@@ -19,10 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, library_errors
 from quantkit.common.model_files import is_there, read_json, read_text
 from quantkit.common.worker_process import WorkerEnded, WorkerProcess
-from quantkit.tokenizer.loader import read_tokenizer, tokenizer_errors, tokenizer_file
+from quantkit.tokenizer.loader import read_tokenizer, tokenizer_file
 from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 from quantkit.tokenizer.tiktoken import byte_letters
 
@@ -161,7 +161,7 @@ class ChatTokenizer:
             raise QuantkitError(
                 f"the text holds half of a character (at {error.start})", "give it as valid Unicode"
             ) from error
-        with tokenizer_errors(f"{self.file} cannot encode this text"):
+        with library_errors(f"{self.file} cannot encode this text", _COPY_AGAIN):
             # As a batch of one: tokenizers then releases the GIL and computes no offsets.
             ids: list[int] = self.tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens

@@ -9,13 +9,12 @@ a model is never run.
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from quantkit.common.errors import QuantkitError
+from quantkit.common.errors import QuantkitError, library_errors
 from quantkit.common.model_files import LARGEST, is_there, read_json, read_text
 from quantkit.tokenizer import sentencepiece, tiktoken
 
@@ -71,7 +70,7 @@ def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dic
 
 def _from_json(file: Path) -> Tokenizer:
     text = read_text(file, LARGEST)
-    with tokenizer_errors(f"{file} is not a tokenizer"):
+    with library_errors(f"{file} is not a tokenizer", _COPY_AGAIN):
         tokenizer = Tokenizer.from_str(text)
     for part in (tokenizer.normalizer, tokenizer.decoder):
         if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
@@ -80,18 +79,6 @@ def _from_json(file: Path) -> Tokenizer:
                 _COPY_AGAIN,
             )
     return tokenizer
-
-
-@contextmanager
-def tokenizer_errors(problem: str) -> Iterator[None]:
-    """Turn any exception of `tokenizers` into a QuantkitError. It raises bare Exceptions, and its
-    panics are BaseExceptions."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            raise
-        raise QuantkitError(f"{problem}: {error}", _COPY_AGAIN) from error
 
 
 def check_same_ids(target: Tokenizer, draft: Tokenizer, path: Path, draft_path: Path) -> None:

@@ -309,7 +309,8 @@ class PrefillRunner:
             texts = [(len(one.before), [*one.before, *one.token_ids]) for one in prompts]
             return torch.cat([recent_ids(torch.tensor(ids), at, count) for at, ids in texts])
 
-        context = PrefillContext(self.cache, chunks, read_by_ids(recent, self.cache.device))
+        read = read_by_ids(recent, self.cache.device) if self.model.ngram_rows else None
+        context = PrefillContext(self.cache, chunks, read)
         return context if decode is None else MixedContext(decode.context(self.cache), context)
 
     def launch(

@@ -262,6 +262,11 @@ class Sequence:
         self._num_taken = len(self._text)
         return text
 
+    def take_delta(self) -> Delta | None:
+        """Text that is new since the last call, and the end; None without either."""
+        text, done = self.take_text(), self.finish_reason is not None
+        return Delta(text, self.completion() if done else None) if text or done else None
+
     def take_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities that are new since the last call."""
         new = self.logprobs[self._num_logprobs_taken :]
