@@ -11,6 +11,7 @@ difference and `sampling` the variance that one repeat of both models adds.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -160,12 +161,5 @@ def _normal_cdf(bound: float, mean: float, deviation: float) -> float:
 def _smallest(enough: Callable[[int], bool], first: int, most: int) -> int | None:
     """The smallest integer in [first, most] for which the monotone predicate `enough` holds;
     None where none does."""
-    low, high = first, first
-    while not enough(high):
-        if high >= most:
-            return None
-        low, high = high + 1, min(2 * high, most)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return low
+    found = bisect_left(range(first, most + 1), True, key=enough)
+    return first + found if first + found <= most else None
