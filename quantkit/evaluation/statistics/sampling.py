@@ -45,7 +45,7 @@ _NORMAL = NormalDist()
 @dataclass(frozen=True, kw_only=True)
 class SamplingComparison(Difference):
     """On these problems alone. decidable: the loss that as many replies detect with probability
-    POWER; hopeless: more stages would hardly change `cannot tell`."""
+    POWER; hopeless: more stages would hardly decide."""
 
     decidable: float
     stage: int | None = None
