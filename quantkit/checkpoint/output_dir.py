@@ -33,15 +33,14 @@ from typing import Any
 from quantkit.checkpoint.journal import check_unlocked, journal_files, lock_path, read_fingerprint
 from quantkit.common.atomic_write import is_unfinished, new_file, sync_folder
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.common.sizes import format_bytes
 
 MANIFEST = "manifest.json"
 _REMEDY = "choose another --out, or move it away"
 
 
-def file_entries(
-    shards: Mapping[str, int], contents: Mapping[str, bytes]
-) -> dict[str, dict[str, Any]]:
+def file_entries(shards: Mapping[str, int], contents: Mapping[str, bytes]) -> dict[str, JsonObject]:
     """The entry "files". shards: sizes by name; they are not read again to be hashed."""
     small = {
         name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -50,7 +49,7 @@ def file_entries(
     return {name: {"size": size} for name, size in shards.items()} | small
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path) -> JsonObject:
     """The manifest of an output that lists its files; empty for any other directory."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
@@ -62,7 +61,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest if valid else {}
 
 
-def complete_manifest(directory: Path, run: Mapping[str, str]) -> dict[str, Any]:
+def complete_manifest(directory: Path, run: Mapping[str, str]) -> JsonObject:
     """The manifest of a complete output of `run`; empty for any other directory. Keys that `run`
     lacks are not compared."""
     manifest = read_manifest(directory)

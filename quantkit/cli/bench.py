@@ -3,13 +3,14 @@
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli import console
 from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Target
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.options import BenchOptions
 from quantkit.executor.options import EngineOptions
 
@@ -96,7 +97,7 @@ def _result(
     output_len: int,
     limits: dict[str, float],
     rows: list["SpeedRow"],
-) -> dict[str, Any]:
+) -> JsonObject:
     """bench.json: the machine, the workload, every cell, and published figures of this model."""
     from quantkit.checkpoint.hub import model_basename
     from quantkit.common.devices import describe_machine
@@ -106,7 +107,7 @@ def _result(
 
     name = target.model if isinstance(target, EndpointTarget) else model_basename(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(engine.device)
-    about: dict[str, Any] = {
+    about: JsonObject = {
         "target": target.name,
         "hardware": machine["hardware"],
         "machine": machine,

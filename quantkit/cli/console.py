@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.common.result import Result, escape_text, finite, one_line
+from quantkit.common.result import JsonObject, Result, escape_text, finite, one_line
 
 _PIPED = 100
 
@@ -53,7 +53,7 @@ out = _Console()
 err = _Console(stderr=True)
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: JsonObject) -> None:
     """One object."""
     print(json.dumps(finite(value)))
 
@@ -111,7 +111,7 @@ def print_error(problem: str, remedy: str, *, title: str = "error: ", as_json: b
         print_json({"error": {"message": problem, "remedy": remedy}})
 
 
-def show_diagnosis(model: str, about: dict[str, Any]) -> None:
+def show_diagnosis(model: str, about: JsonObject) -> None:
     """The verdict in one line, then what was found, most harmful first."""
     colours = {"good": "bold green", "doubtful": "bold yellow", "bad": "bold red"}
     counted = [f["severity"] for f in about["findings"]]
@@ -138,7 +138,7 @@ def show_diagnosis(model: str, about: dict[str, Any]) -> None:
         out.print(f"  {finding['remedy']}", style="dim", soft_wrap=True)
 
 
-def show_scores(results: dict[str, Any]) -> None:
+def show_scores(results: JsonObject) -> None:
     columns = ("task", "accuracy", "± stderr", "n x repeats", "unfinished", "no answer", "tokens")
     table = _table(*columns)
     for name, task in results["results"].items():
@@ -173,7 +173,7 @@ def show_scores(results: dict[str, Any]) -> None:
         notify(f"report: {results['out']}/report.html")
 
 
-def show_needed(plan: dict[str, Any], margin: float) -> None:
+def show_needed(plan: JsonObject, margin: float) -> None:
     noise = "noise as the baseline's replies have it" if plan["measured"] else "noise at its most"
     title = (
         f"{plan['task']}: to detect a loss of {100 * margin:g} points at "
@@ -193,7 +193,7 @@ def show_needed(plan: dict[str, Any], margin: float) -> None:
     out.print(f"{text}\n{plan['sampled']}", soft_wrap=True)
 
 
-def show_comparison(table: dict[str, Any]) -> None:
+def show_comparison(table: JsonObject) -> None:
     rows = _table("run", "task", "accuracy", "95 % interval", "n x repeats")
     for run in table["runs"]:
         for task, figures in run["results"].items():
@@ -217,7 +217,7 @@ def show_comparison(table: dict[str, Any]) -> None:
             err.print(Text(f"{run['run']}: ", style="bold yellow") + Text(note), soft_wrap=True)
 
 
-def show_positions(ranges: list[dict[str, Any]]) -> None:
+def show_positions(ranges: list[JsonObject]) -> None:
     """KL, agreement and accuracy along a text."""
     table = _table("tokens", "documents", "KL, nats", "same likeliest", "accuracy", "baseline's")
     for one in ranges:
@@ -232,7 +232,7 @@ def show_positions(ranges: list[dict[str, Any]]) -> None:
     _show("along the text", table)
 
 
-def show_speed(result: dict[str, Any]) -> None:
+def show_speed(result: JsonObject) -> None:
     columns = [
         "input",
         "at a time",
@@ -278,7 +278,7 @@ def show_speed(result: dict[str, Any]) -> None:
         )
 
 
-def show_published(tables: list[dict[str, Any]]) -> None:
+def show_published(tables: list[JsonObject]) -> None:
     """Published figures of other machines, each table with its source."""
     for published in tables:
         columns = list(dict.fromkeys(name for row in published["rows"] for name in row))
@@ -292,7 +292,7 @@ def show_published(tables: list[dict[str, Any]]) -> None:
         _show(title, table)
 
 
-def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
+def show_kernels(device: str, rows: list[JsonObject]) -> None:
     """A row per operator, then what each unusable backend lacks."""
     table, lacking = (
         _table("operator", "served by", "usable too", "limits"),
@@ -322,7 +322,7 @@ def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
     _show("not usable here", unusable)
 
 
-def show_measurement(row: dict[str, Any]) -> None:
+def show_measurement(row: JsonObject) -> None:
     speed = (
         f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s "
         f"{row['fraction']:6.1%} of bandwidth"
@@ -335,7 +335,7 @@ def show_measurement(row: dict[str, Any]) -> None:
     out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
-def _fit_text(fit: dict[str, Any]) -> str:
+def _fit_text(fit: JsonObject) -> str:
     """What the fullest device of a role holds. fit: a `Fit` as a dictionary."""
     weights, reserve, usable = (
         f"{fit[name] / 2**30:.3g}" for name in ("weight_bytes", "reserve_bytes", "usable_bytes")
@@ -351,7 +351,7 @@ def _fit_text(fit: dict[str, Any]) -> str:
     )
 
 
-def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
+def show_deployment(plan: JsonObject, scripts: list[str]) -> None:
     err.print(
         f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}", soft_wrap=True
     )

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+JsonObject = dict[str, Any]
+"""An object of JSON, by field."""
+
 
 class Result(ABC):
     """Base of result dataclasses, which are declared with `repr=False`. A subclass defines
@@ -25,7 +28,7 @@ class Result(ABC):
     def facts(self) -> list[tuple[str, str]]:
         """Names and values to display, most important first."""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """What `to_pandas` has a row for each, by column."""
         return [{"name": name, "value": value} for name, value in self.facts()]
 

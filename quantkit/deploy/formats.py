@@ -14,6 +14,7 @@ import yaml
 
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import UsageError
+from quantkit.common.result import JsonObject
 from quantkit.deploy.launch import Deployment
 from quantkit.deploy.script import API_KEY, Launch, quoted
 from quantkit.engines.profiles import Device
@@ -64,9 +65,9 @@ def _scripts(made: Deployment) -> list[str]:
 def _compose(made: Deployment) -> list[str]:
     _check_image(made)
     boxes = list(dict.fromkeys(launch.box for launch in made.launches))
-    services: dict[str, Any] = {}
+    services: JsonObject = {}
     for number, launch in enumerate(made.launches):
-        service: dict[str, Any] = {
+        service: JsonObject = {
             "image": made.image,
             "entrypoint": ["bash", "-c"],
             "command": [_in_container(launch).replace("$", "$$")],
@@ -96,7 +97,7 @@ def _compose(made: Deployment) -> list[str]:
     return [_yaml({"name": _label(made.name), "services": services})]
 
 
-def _compose_devices(made: Deployment) -> dict[str, Any]:
+def _compose_devices(made: Deployment) -> JsonObject:
     if made.device == "npu":
         names = [*(f"davinci{number}" for number in range(made.devices_per_box)), *_NPU_DEVICES]
         return {"devices": [f"/dev/{name}:/dev/{name}" for name in names]}
@@ -138,7 +139,7 @@ def _k8s(made: Deployment) -> list[str]:
         ]
         containers = []
         for launch in launches:
-            container: dict[str, Any] = {
+            container: JsonObject = {
                 "name": launch.role,
                 "image": made.image,
                 "command": ["bash", "-c", _in_container(launch)],
@@ -185,7 +186,7 @@ def _ray(made: Deployment) -> list[str]:
     """A configuration of Ray Serve, whose own deployments of vLLM place the ranks."""
     if made.engine != "vllm":
         raise UsageError(f"Ray Serve starts vLLM, not {made.engine}", "give --format slurm")
-    configs: dict[str, dict[str, Any]] = {}
+    configs: dict[str, JsonObject] = {}
     for launch in made.launches:
         if launch.port is not None and launch.role not in ("router", *configs):
             ((_, words),) = launch.commands
@@ -197,7 +198,7 @@ def _ray(made: Deployment) -> list[str]:
             }
     if set(configs) == {"prefill", "decode"}:
         builder = "build_pd_openai_app"
-        arguments: dict[str, Any] = {f"{role}_config": one for role, one in configs.items()}
+        arguments: JsonObject = {f"{role}_config": one for role, one in configs.items()}
     elif "data_parallel_size" in configs["server"]["engine_kwargs"]:
         builder, arguments = "build_dp_openai_app", {"llm_config": configs["server"]}
     else:
@@ -216,9 +217,9 @@ def _ray(made: Deployment) -> list[str]:
     ]
 
 
-def _keywords(options: Sequence[str]) -> dict[str, Any]:
+def _keywords(options: Sequence[str]) -> JsonObject:
     """Options of vLLM's command line as its engine's arguments."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, value in zip(options, [*options[1:], "--"]):
         option = name.removeprefix("--")
         if option != name and not _PLACED_BY_RAY.fullmatch(option):
@@ -309,7 +310,7 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _string)
 
 
-def _yaml(value: dict[str, Any]) -> str:
+def _yaml(value: JsonObject) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10_000)
 
 

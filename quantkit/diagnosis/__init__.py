@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit import __version__
 from quantkit.checkpoint.containers import STACKED_REMEDY
 from quantkit.common.assets import asset
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.pages import render_page
+from quantkit.common.result import JsonObject
 from quantkit.common.settings import Strict, read_yaml
 
 Severity = Literal["error", "warning", "note"]
@@ -120,7 +121,7 @@ class Findings:
     def exit_code(self) -> int:
         return EXIT_CODES[self.verdict]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "verdict": self.verdict,
             "findings": [finding.to_json() for finding in self.ordered],
@@ -134,7 +135,7 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join(every[:_MAX_NAMES]) + more
 
 
-def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
+def write_report(path: Path, model: str, about: JsonObject) -> None:
     """Write the findings as one self-contained HTML page.
 
     about: verdict and findings, as in Findings.to_json. Raises QuantkitError if the page cannot be

@@ -24,6 +24,7 @@ from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.model_files import read_file
+from quantkit.common.result import JsonObject
 from quantkit.diagnosis.description import OPT_FILE
 from quantkit.diagnosis.diagnose import Diagnosis, ExaminedCheckpoint
 from quantkit.diagnosis.survey import Survey
@@ -48,7 +49,7 @@ class Repair:
     """changes: as text. config, files: new contents. changed: tensors with new values of the same
     shape and dtype."""
 
-    config: dict[str, Any]
+    config: JsonObject
     files: dict[str, bytes]
     changes: list[str] = field(default_factory=list)
     changed: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -102,14 +103,14 @@ def _set_group_size(examined: ExaminedCheckpoint, plan: Repair) -> None:
     plan.changes.append(f"group_size in config.json is {size}")
 
 
-def _block(plan: Repair) -> dict[str, Any]:
+def _block(plan: Repair) -> JsonObject:
     """A mutable copy of quantization_config."""
-    found: dict[str, Any] = copy.deepcopy(plan.config.get("quantization_config") or {})
+    found: JsonObject = copy.deepcopy(plan.config.get("quantization_config") or {})
     plan.config["quantization_config"] = found
     return found
 
 
-def _set_lists(examined: ExaminedCheckpoint, plan: Repair) -> dict[str, Any]:
+def _set_lists(examined: ExaminedCheckpoint, plan: Repair) -> JsonObject:
     """Write the list of unquantized modules for what is stored, in the format's own form; returns
     the whole description that the format would write."""
     description, survey = examined.description, examined.survey
@@ -139,7 +140,7 @@ def _set_lists(examined: ExaminedCheckpoint, plan: Repair) -> dict[str, Any]:
     return rewritten
 
 
-def _set_targets(plan: Repair, rewritten: dict[str, Any]) -> None:
+def _set_targets(plan: Repair, rewritten: JsonObject) -> None:
     """A single group targets all linears except the listed ones; with several groups the targets
     are unknown."""
     groups = (plan.config.get("quantization_config") or {}).get("config_groups")
@@ -420,8 +421,8 @@ class EngineKeys:
     """config: keys to set in config.json; block: in its quantization_config; listed: modules to
     list as unquantized."""
 
-    config: dict[str, Any] = field(default_factory=dict)
-    block: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
+    block: JsonObject = field(default_factory=dict)
     listed: list[str] = field(default_factory=list)
 
     @property

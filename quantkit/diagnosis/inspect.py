@@ -4,14 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Set
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from quantkit.checkpoint.check import CACHE_SCALES
 from quantkit.checkpoint.output_dir import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
 from quantkit.common.model_files import LARGEST, is_there, read_json
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.cache_scales import find_fp8_cache
 from quantkit.engines.profiles import LoadProblem
@@ -49,7 +48,7 @@ class Inspection(Result):
     engine: str | None = None
     problems: tuple[LoadProblem, ...] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Without entries that do not apply."""
         found = asdict(self)
         for key in ("parameters", "bytes_by_part", "mtp_layers", "cache", "engine", "problems"):
@@ -57,7 +56,7 @@ class Inspection(Result):
                 del found[key]
         return found
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """A row for each part of the model; for an unknown architecture, for each dtype."""
         column = "dtype" if self.bytes_by_part is None else "part"
         counted = self.bytes_by_part or self.bytes_by_dtype
@@ -155,7 +154,7 @@ def _own_scheme(checkpoint: Checkpoint) -> str | None:
     return scheme if isinstance(scheme, str) else None
 
 
-def _against_table(checkpoint: Checkpoint, cache_scales: Set[str]) -> dict[str, Any]:
+def _against_table(checkpoint: Checkpoint, cache_scales: Set[str]) -> JsonObject:
     if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
         return {"missing": None, "misshapen": None, "unknown": None}

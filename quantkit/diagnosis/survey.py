@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
+from quantkit.common.result import JsonObject
 from quantkit.diagnosis import Findings
 
 INDEX = "model.safetensors.index.json"
@@ -61,10 +61,10 @@ class Survey:
     """
 
     path: Path
-    config: dict[str, Any]
-    side: dict[str, dict[str, Any]]
+    config: JsonObject
+    side: dict[str, JsonObject]
     tensors: dict[str, TensorInfo]
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, JsonObject]
     template: str | None
     names: frozenset[str]
     has_weights: bool
@@ -166,7 +166,7 @@ def _survey(
     return Survey(path, config, side, tensors, settings, template, names, True, copies)
 
 
-def _with_newer_key(config: dict[str, Any], findings: Findings) -> dict[str, Any]:
+def _with_newer_key(config: JsonObject, findings: Findings) -> JsonObject:
     """compressed-tensors before 0.5 wrote `compression_config`, which vLLM reads if there is no
     quantization_config."""
     older = config.get(_OLDER_KEY)
@@ -191,7 +191,7 @@ def _with_newer_key(config: dict[str, Any], findings: Findings) -> dict[str, Any
 
 def _json(
     path: Path, name: str, findings: Findings, finding: str = "config-unreadable"
-) -> dict[str, Any]:
+) -> JsonObject:
     try:
         return read_json(path / name, LARGEST)
     except QuantkitError as fault:

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import (
     Drafts,
@@ -76,8 +77,8 @@ class TaskRun:
     problems: list[Problem]
     shots: list[prompts.Shot]
     origin: str
-    facts: dict[str, Any]
-    request: dict[str, Any]
+    facts: JsonObject
+    request: JsonObject
     counts: dict[str, int] | None = None
     """Repeats by problem; None: the setting's for each."""
 
@@ -104,7 +105,7 @@ class TaskRun:
         )
 
     def result(
-        self, samples: list[Sample], facts: dict[str, Any], reused: int, seconds: float
+        self, samples: list[Sample], facts: JsonObject, reused: int, seconds: float
     ) -> TaskResult:
         """Prompts are shown as those of the first repeat; others differ in the seed only."""
         return TaskResult(
@@ -125,7 +126,7 @@ def prepare(
     data_dir: Path | None,
     limit: int | None,
     repeats: int | None,
-    generation: dict[str, Any] | None,
+    generation: JsonObject | None,
     seed: int,
 ) -> TaskRun:
     """Read a task and its data. `facts` are what the fingerprint covers, other than the model."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.options import option
+from quantkit.common.result import JsonObject
 from quantkit.executor.options import ModelOptions
 
 
@@ -111,16 +112,16 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
     )
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> JsonObject:
         """Sampling parameters that replace the protocol's."""
         given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p")}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def request_fields(self) -> dict[str, Any]:
+    def request_fields(self) -> JsonObject:
         """Fields that every request to a server gets; None leaves one out. Raises QuantkitError for
         what is no JSON object."""
-        fields: dict[str, Any] = {"seed": None} if self.no_seed else {}
+        fields: JsonObject = {"seed": None} if self.no_seed else {}
         if self.reasoning_effort is not None:
             fields["reasoning_effort"] = self.reasoning_effort
         if self.chat_template_kwargs is not None:
@@ -131,7 +132,7 @@ class EvaluateOptions(GradingOptions, ServerModelOptions, ModelOptions):
         return fields
 
 
-def _json_object(flag: str, text: str) -> dict[str, Any]:
+def _json_object(flag: str, text: str) -> JsonObject:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

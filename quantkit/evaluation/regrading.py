@@ -7,9 +7,9 @@ regrading is refused. The graders may have changed: that is its purpose.
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.generation import (
     Notice,
     TaskRun,
@@ -71,15 +71,13 @@ def regrade(
     return results
 
 
-def _prepare(
-    path: Path, facts: dict[str, Any], request: dict[str, Any], data_dir: Path | None
-) -> TaskRun:
+def _prepare(path: Path, facts: JsonObject, request: JsonObject, data_dir: Path | None) -> TaskRun:
     folder = data_dir or (Path(request["data_dir"]) if request.get("data_dir") else None)
     generation = facts["generation"]
     repeats = (
         1 if generation["temperature"] == 0 else None
     )  # `prepare` refuses repeated greedy runs
-    name = request.get("task", facts["task"])
+    name = request.get("task") or facts["task"]
     work = prepare(name, facts["protocol"], folder, None, repeats, generation, facts["seed"])
     if changed := [name for name in _MUST_MATCH if work.facts[name] != facts[name]]:
         raise QuantkitError(
@@ -89,7 +87,7 @@ def _prepare(
     return work
 
 
-def _grade(path: Path, work: TaskRun, facts: dict[str, Any], options: RegradeOptions) -> TaskResult:
+def _grade(path: Path, work: TaskRun, facts: JsonObject, options: RegradeOptions) -> TaskResult:
     start = time.monotonic()
     kept = ReplyJournal(path).kept
     by_id = {problem.id: (place, problem) for place, problem in enumerate(work.problems)}

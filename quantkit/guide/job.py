@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.devices import default_dtype, find_device, free_bytes
 from quantkit.common.progress import OnEvent, ignore_event
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.common.sizes import format_bytes
 from quantkit.deploy.launch import deploy
 from quantkit.evaluation.distance.perplexity import Report as TextReport
@@ -68,7 +68,7 @@ class GoRequest:
         named = self.options.scheme or self.options.recipe or mixture != NO_MIXTURE
         return chosen.name if named else None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """What go.json stores, and a resumed run must match."""
         options, other = self.options, {}
         for one in fields(QuantizeOptions):
@@ -112,13 +112,13 @@ class Outcome(Result):
     scheme: str
     engine: str
     verdict: str
-    quality: dict[str, Any]
-    scores: dict[str, Any]
+    quality: JsonObject
+    scores: JsonObject
     problems: tuple[str, ...]
     launch: tuple[str, ...]
     scripts: tuple[Path, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             **vars(self),
             "model": str(self.model),
@@ -191,7 +191,7 @@ class GuidedJob:
             scripts,
         )
 
-    def _step(self, name: str, work: Callable[[], dict[str, Any]], of: str = "") -> dict[str, Any]:
+    def _step(self, name: str, work: Callable[[], JsonObject], of: str = "") -> JsonObject:
         """The step's result, stored or new. of: settings that it depends on besides the
         record's."""
         before = self.record.done(name)
@@ -239,7 +239,7 @@ class GuidedJob:
         checkpoint = Checkpoint.open(source)
         return writes_text(self.request, recipe, checkpoint.config, _run_bytes(source))
 
-    def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
+    def _measure(self, source: Path, recipe: Recipe) -> JsonObject:
         """Run both models, one after the other, if they fit in memory; else use what the run found
         layer by layer."""
         held_out = read_findings(self.target).next_token
@@ -270,7 +270,7 @@ class GuidedJob:
             )
         return found | {"on": f"{quality.tokens:,} tokens of {text.name}"}
 
-    def _score(self, source: Path) -> dict[str, Any]:
+    def _score(self, source: Path) -> JsonObject:
         baseline = str(source) if _run_bytes(source) <= free_bytes(find_device("auto")) else None
         results = run_evaluation(
             str(self.target),
@@ -286,7 +286,7 @@ class GuidedJob:
         )
         return {name: _scored(task.to_json()) for name, task in results.tasks.items()}
 
-    def _launch(self) -> dict[str, Any]:
+    def _launch(self) -> JsonObject:
         """Scripts in the output folder, and problems of the engine with the checkpoint."""
         if self.choice.engine == QUANTKIT:
             cache = find_scheme(self.choice.scheme).cache
@@ -299,7 +299,7 @@ class GuidedJob:
             script = f"#!/bin/bash\n{shlex.join(command)}\n"
             return {"scripts": self._written({"launch.sh": script}), "problems": []}
         box = self.request.box
-        options: dict[str, Any] = (
+        options: JsonObject = (
             {"boxes": box.boxes} if box.boxes > 1 else {"devices": self.choice.devices}
         )
         memory = box.memory_bytes / 2**30
@@ -368,7 +368,7 @@ def run_bytes(values: int) -> int:
     return int(1.1 * values * default_dtype(find_device("auto")).itemsize)
 
 
-def _scored(task: dict[str, Any]) -> str:
+def _scored(task: JsonObject) -> str:
     if task["accuracy"] is None:
         return "no reply could be scored"
     spread = "" if task["stderr"] is None else f" ± {100 * task['stderr']:.1f}"

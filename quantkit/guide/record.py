@@ -13,6 +13,7 @@ from quantkit import __version__
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
+from quantkit.common.result import JsonObject
 from quantkit.common.settings import checked
 
 NAME = "go.json"
@@ -31,12 +32,12 @@ class Agreed:
 
 class _Step(BaseModel):
     at: str
-    found: dict[str, Any]
+    found: JsonObject
 
 
 class _File(BaseModel):
     quantkit: str
-    asked: dict[str, Any]
+    asked: JsonObject
     choice: Agreed | None
     steps: dict[str, _Step]
 
@@ -47,7 +48,7 @@ _REMEDY = "remove that file, and steps that are done are found again"
 class Record:
     """The record of one output folder. request: everything that the outcome depends on, as JSON."""
 
-    def __init__(self, out: Path, request: dict[str, Any]) -> None:
+    def __init__(self, out: Path, request: JsonObject) -> None:
         """Raises QuantkitError if the folder was begun with other settings, or its file is
         damaged."""
         self._path = out / NAME
@@ -58,7 +59,7 @@ class Record:
             _check_same(self._path, found, request)
         elif found and found["asked"] != request:
             found = {}
-        self._state: dict[str, Any] = found or {
+        self._state: JsonObject = found or {
             "quantkit": __version__,
             "asked": request,
             "choice": None,
@@ -75,15 +76,15 @@ class Record:
         self._state["choice"] = asdict(choice)
         self._write()
 
-    def done(self, step: str) -> dict[str, Any] | None:
+    def done(self, step: str) -> JsonObject | None:
         """The result of a finished step, else None."""
-        entry: dict[str, Any] | None = self._state["steps"].get(step)
+        entry: JsonObject | None = self._state["steps"].get(step)
         return None if entry is None else dict(entry["found"])
 
     def when(self, step: str) -> str:
         return str(self._state["steps"][step]["at"])
 
-    def finish(self, step: str, found: dict[str, Any]) -> None:
+    def finish(self, step: str, found: JsonObject) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         self._state["steps"][step] = {"at": now, "found": found}
         self._write()
@@ -98,12 +99,12 @@ class Record:
         write_atomic(self._path, json.dumps(self._state, indent=1) + "\n")
 
 
-def _begun(out: Path, found: dict[str, Any]) -> bool:
+def _begun(out: Path, found: JsonObject) -> bool:
     """Whether another choice would discard work."""
     return bool(found["steps"]) or any(out.glob("*.partial/*"))
 
 
-def _check_same(path: Path, found: dict[str, Any], request: dict[str, Any]) -> None:
+def _check_same(path: Path, found: JsonObject, request: JsonObject) -> None:
     keys = dict.fromkeys([*request, *found["asked"]])
     other = [key for key in keys if found["asked"].get(key) != request.get(key)]
     if other:

@@ -11,11 +11,10 @@ import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.common.errors import QuantkitError
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.memory import NO_DRAFT, draft_sizes
 from quantkit.executor.cache.cache import cache_dtype
@@ -91,7 +90,7 @@ class Plan(Result):
     host_table_bytes: int = 0
     """Of n-gram tables, which whoever serves the output keeps in host memory."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         found = asdict(self)
         found["told"] = found.pop("description")  # key of the stored JSON
         for name in ("sizes", "layout", "told", "host_table_bytes"):
@@ -99,7 +98,7 @@ class Plan(Result):
                 del found[name]
         return found
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """A row for each part of the output."""
         parts = self.output_bytes_by_part.items()
         return [{"part": part, "bytes": count} for part, count in parts]
@@ -241,7 +240,7 @@ def _plan_layout(
             "layouts are planned for architectures that quantkit knows", "leave out --layout"
         )
     given = None if devices is None else read_devices(devices)
-    machine: dict[str, Any] = {}
+    machine: JsonObject = {}
     if given is not None:
         memory = given.memory_bytes / 2**30 or None
         machine = {"devices": given.count, "memory_gib": memory, "device": given.device}

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from socket import socket
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.pages import style_sheet
+from quantkit.common.result import JsonObject
 from quantkit.executor.server.asgi import Faults, LoopbackOnly
 from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.play import MAX_NEW_TOKENS, Playground
@@ -137,11 +137,11 @@ async def _lines(
     """The playground's events as JSON lines; it stops if the client disconnects."""
     loop, events, disconnected = (
         asyncio.get_running_loop(),
-        asyncio.Queue[dict[str, Any] | None](),
+        asyncio.Queue[JsonObject | None](),
         threading.Event(),
     )
 
-    def send(event: dict[str, Any] | None) -> None:
+    def send(event: JsonObject | None) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     def work() -> None:

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.distance.replies import common_prefix
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
@@ -74,7 +75,7 @@ _ROWS = 64
 _ALTERNATIVES = 5
 
 
-def score_answer(models: list[PlayModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
+def score_answer(models: list[PlayModel], prompt: list[int], answer: list[int]) -> JsonObject:
     """For each token of the answer: text, probability under each model, KL(first || second) in
     nats, the most likely tokens of each.
 
@@ -83,7 +84,7 @@ def score_answer(models: list[PlayModel], prompt: list[int], answer: list[int]) 
     """
     ids = prompt + answer
     readings = [model.read(ids) for model in models]
-    tokens: list[dict[str, Any]] = [{"text": text} for text in models[0].pieces(answer)]
+    tokens: list[JsonObject] = [{"text": text} for text in models[0].pieces(answer)]
     for begin in range(0, len(answer), _ROWS):
         rows = min(_ROWS, len(answer) - begin)
         first = len(prompt) - 1 + begin
@@ -100,7 +101,7 @@ def score_answer(models: list[PlayModel], prompt: list[int], answer: list[int]) 
     return {"tokens": tokens, "experts": experts}
 
 
-def _token(models: list[PlayModel], rows: list[Tensor], token: int) -> dict[str, Any]:
+def _token(models: list[PlayModel], rows: list[Tensor], token: int) -> JsonObject:
     """rows: log-probabilities [V] of each model."""
     top = [one.topk(min(_ALTERNATIVES, len(one))) for one in rows]
     text = models[0].tokenizer.token_text
@@ -122,7 +123,7 @@ def divergence(first: Tensor, second: Tensor) -> float:
     return max(float(terms.sum()), 0.0)
 
 
-def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[str, Any] | None:
+def changed_experts(readings: list[TextReading], begin: int, end: int) -> JsonObject | None:
     """For the tokens begin..end: by layer and token, the share of the first model's experts that
     the second did not choose.
 
@@ -148,7 +149,7 @@ def first_difference(answers: list[list[int]]) -> int | None:
 
 MAX_NEW_TOKENS = 2048
 
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[[JsonObject], None]
 
 
 class Playground:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.checkpoint.stacked_experts import Stack, expected_stacks, is_expert_tensor
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.result import JsonObject
 from quantkit.engines.profiles import part_of
 from quantkit.grids.base import Grid, Weight, dequantize, grid_label, relative_error
 from quantkit.grids.mxfp4 import Mxfp4Grid, Mxfp4Weight
@@ -367,7 +367,7 @@ class ConversionPlan:
             "version": __version__,
         }
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         block = self.target.config_block(self.grid, self._quantized(), self._unquantized())
         config = output_config(self.described, block)
         if self.cast_to is not None:
@@ -380,7 +380,7 @@ class ConversionPlan:
             self.grid, self._quantized(), self._unquantized()
         )
 
-    def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
+    def manifest(self, changes: dict[str, Change]) -> JsonObject:
         note = {key: asdict(change) for key, change in sorted(changes.items())}
         return {
             "converted_from": self.checkpoint.format.name,
@@ -394,9 +394,9 @@ class ConversionPlan:
     def _unquantized(self) -> list[TensorSpec]:
         return [spec for item in self.items if not item.quantized for spec in item.specs]
 
-    def _became(self) -> dict[str, dict[str, Any]]:
+    def _became(self) -> dict[str, JsonObject]:
         """Every tensor of the source, and what it became."""
-        entries: dict[str, dict[str, Any]] = {}
+        entries: dict[str, JsonObject] = {}
         for item in self.items:
             became = [spec.name for spec in item.specs]
             status = "copied" if item.key == "copied" else "converted"
@@ -416,7 +416,7 @@ def published_stacks_of(
     return read_tree(checkpoint.config).stacks if any(map(is_expert_tensor, shapes)) else ()
 
 
-def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:
+def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], JsonObject, str]:
     """The architecture's table by tensor name, the described config.json, and a note. An
     architecture that quantkit does not compute has an empty table, and can be converted all the
     same."""

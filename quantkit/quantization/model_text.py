@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Note, OnEvent
+from quantkit.common.result import JsonObject
 from quantkit.common.sizes import format_duration
 from quantkit.executor.engine import Engine
 from quantkit.executor.hf_engine import WholeEngine, open_engine
@@ -125,8 +125,8 @@ def _key(path: Path) -> object:
     return record.get("key") if isinstance(record, dict) else None
 
 
-def _record(document: Document) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": document.kind}
+def _record(document: Document) -> JsonObject:
+    found: JsonObject = {"kind": document.kind}
     if not document.messages:
         return found | {"text": document.text}
     tools = {"tools": document.tools} if document.tools else {}
@@ -175,7 +175,7 @@ def _openings(tokenizer: ChatTokenizer, rng: random.Random) -> Iterator[_Prompt]
 
 def _written(
     source: Path, device: str, prompts: list[_Prompt], recipe: Recipe, on_event: OnEvent
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """The records of the finished prompts."""
     at_once = min(len(prompts), _AT_ONCE)
     options = EngineOptions(
@@ -254,7 +254,7 @@ def _finished(
         yield one.completion()
 
 
-def _content(question: str, text: str) -> dict[str, Any]:
+def _content(question: str, text: str) -> JsonObject:
     if not question:
         return {"text": text}
     turns = (("user", question), ("assistant", text))

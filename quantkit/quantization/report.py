@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit.calibrate.output import Findings
 from quantkit.common.pages import render_page
 from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
+from quantkit.common.result import JsonObject
 from quantkit.common.sizes import byte_unit, format_bytes, format_duration
 from quantkit.models.table import Parameter
 
@@ -96,7 +97,7 @@ class RunDescription:
     model: str
     source: str
     command: str
-    recipe: dict[str, Any]
+    recipe: JsonObject
     scheme: str
     format: str
     version: str
@@ -109,7 +110,7 @@ class RunDescription:
     left: dict[str, int]
     experts_left: bool
     told: str = ""
-    allocation: dict[str, Any] | None = None
+    allocation: JsonObject | None = None
 
 
 def report_files(
@@ -123,9 +124,7 @@ def report_files(
     }
 
 
-def summary(
-    account: RunDescription, findings: Findings, rows: Iterable[Parameter]
-) -> dict[str, Any]:
+def summary(account: RunDescription, findings: Findings, rows: Iterable[Parameter]) -> JsonObject:
     """All contents of the page, JSON-ready; an error without held-out inputs is null."""
     starved = {
         layer: [
@@ -270,7 +269,7 @@ def linear_kind(row: Parameter) -> str:
     )
 
 
-def _page(facts: dict[str, Any]) -> str:
+def _page(facts: JsonObject) -> str:
     filters: dict[str, Callable[..., object]] = {
         "size": format_bytes,
         "span": format_duration,
@@ -365,7 +364,7 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
     return plot.svg()
 
 
-def curve_plot(allocation: dict[str, Any]) -> str:
+def curve_plot(allocation: JsonObject) -> str:
     """Predicted KL over the size of the output, with this output marked."""
     axes, plot = draw(5.0, 2.6)
     scale, unit = byte_unit(max(point["size"] for point in allocation["curve"]))

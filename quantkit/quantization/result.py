@@ -3,11 +3,10 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.calibrate.output import Findings
 from quantkit.common.plots import layer_plot
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.quantization.bit_allocation import describe_grids
 from quantkit.quantization.checks import Coverage
@@ -32,12 +31,12 @@ class QuantizationReport(Result):
     coverage: Coverage
     pruned: str = ""
     """How many routed experts a layer keeps, in words, if some were pruned."""
-    allocation: dict[str, Any] | None = None
+    allocation: JsonObject | None = None
     """`GridAssignment.account`, if grids were chosen."""
     done_already: bool = False
     """`out` was already complete, from the same source and settings."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Without the findings of single linears, which are in report.json."""
         fields = {
             key: value for key, value in vars(self).items() if key not in ("findings", "coverage")
@@ -91,7 +90,7 @@ class QuantizationReport(Result):
             ("report", str(self.out / "report.html")),
         ]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """A row for each linear: its error, as in `LinearResult`, and its method."""
         errors, methods = self.findings.errors, self.findings.methods
         return [

@@ -21,12 +21,13 @@ from tokenizers.decoders import DecodeStream
 
 from quantkit.common.errors import QuantkitError, library_errors
 from quantkit.common.model_files import is_there, read_json, read_text
+from quantkit.common.result import JsonObject
 from quantkit.common.worker_process import WorkerEnded, WorkerProcess
 from quantkit.tokenizer.loader import read_tokenizer, tokenizer_file
 from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 from quantkit.tokenizer.tiktoken import byte_letters
 
-Message = dict[str, Any]
+Message = JsonObject
 """`role` and `content`, as OpenAI's chat messages."""
 
 _SPECIAL_TOKENS = (
@@ -74,7 +75,7 @@ class ChatTemplate:
     source: str
     name: str
 
-    def render(self, variables: dict[str, Any]) -> str:
+    def render(self, variables: JsonObject) -> str:
         """The text rendered from JSON values. Raises QuantkitError where the template rejects them,
         fails, or takes too long."""
         try:
@@ -246,7 +247,7 @@ class ChatTokenizer:
             return False
         return self.opens_think(self.render([{"role": "user", "content": "?"}]))
 
-    def _find_eos(self, path: Path, files: dict[str, dict[str, Any]]) -> frozenset[int]:
+    def _find_eos(self, path: Path, files: dict[str, JsonObject]) -> frozenset[int]:
         found: set[int] = set()
         for name, content in files.items():
             value = content.get("eos_token_id")
@@ -366,12 +367,12 @@ def _holds_end(text: str, stop: str) -> bool:
 def _is_context_free(tokenizer: Tokenizer) -> bool:
     if tokenizer.decoder is None:
         return False
-    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    state: JsonObject = json.loads(tokenizer.decoder.__getstate__())
     parts = state["decoders"] if state.get("type") == "Sequence" else [state]
     return all(part.get("type") in _CONTEXT_FREE for part in parts)
 
 
-def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(file: Path, settings: JsonObject) -> dict[str, str]:
     """Text of the named special tokens in the settings; each is a string, or an object with
     `content`."""
     found = {}
@@ -385,7 +386,7 @@ def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]:
+def _sampling_defaults(file: Path, generation: JsonObject) -> JsonObject:
     found = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
     for key, value in found.items():
         largest = _DEFAULTS[key]
@@ -402,7 +403,7 @@ def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
+def _find_templates(path: Path, settings: JsonObject) -> dict[str, ChatTemplate]:
     """chat_template.jinja if it exists, else the template or the named templates in
     tokenizer_config.json, else chat_template.json, which transformers reads for vision models."""
     file = path / "chat_template.jinja"
@@ -442,7 +443,7 @@ def _with_reasoning(message: Message) -> Message:
     )
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> JsonObject:
     """tokenizer_config.json. Where it lists no added tokens, the special ones that older models
     name in special_tokens_map.json are included."""
     settings = _read_optional(path / "tokenizer_config.json")
@@ -452,12 +453,12 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings | {name: token for name, token in named.items() if name in _SPECIAL_TOKENS}
 
 
-def _merge_text_config(config: dict[str, Any]) -> dict[str, Any]:
+def _merge_text_config(config: JsonObject) -> JsonObject:
     """config.json, completed by its text_config for a model that contains a text model."""
     text = config.get("text_config")
     own = {key: value for key, value in config.items() if value is not None}
     return {**text, **own} if isinstance(text, dict) else config
 
 
-def _read_optional(file: Path) -> dict[str, Any]:
+def _read_optional(file: Path) -> JsonObject:
     return read_json(file) if is_there(file) else {}

@@ -10,12 +10,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
 from quantkit.common.errors import QuantkitError, library_errors
 from quantkit.common.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.common.result import JsonObject
 from quantkit.tokenizer import sentencepiece, tiktoken
 
 _COPY_AGAIN = "copy it from the original model"
@@ -44,7 +44,7 @@ def tokenizer_file(path: Path) -> Path:
     raise QuantkitError(problem, "copy the tokenizer from the original model")
 
 
-def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def read_tokenizer(path: Path, settings: JsonObject) -> tuple[Tokenizer, JsonObject]:
     """The tokenizer of a checkpoint's directory, and `settings` (tokenizer_config.json) completed
     by what the file itself declares.
 
@@ -107,7 +107,7 @@ def check_same_ids(target: Tokenizer, draft: Tokenizer, path: Path, draft_path: 
         )
 
 
-def _growth(part: dict[str, Any]) -> float:
+def _growth(part: JsonObject) -> float:
     """How many times a normalizer or decoder may lengthen a text, by the lengths of pattern and
     replacement."""
     steps = part.get("normalizers") or part.get("decoders") or []
@@ -120,7 +120,7 @@ def _growth(part: dict[str, Any]) -> float:
     return max(len(part["content"]) / found if found else len(part["content"]) + 1.0, 1.0)
 
 
-def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[str, Any]) -> None:
+def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: JsonObject) -> None:
     """Add the tokens of tokenizer_config.json and added_tokens.json under the ids given there."""
     for token_id, token in sorted(_added_tokens(path, settings), key=lambda one: one[0]):
         known = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -141,7 +141,7 @@ def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[st
             )
 
 
-def _set_bos_eos(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+def _set_bos_eos(tokenizer: Tokenizer, settings: JsonObject) -> None:
     """Set the post-processor that adds bos and eos as the settings ask."""
     named = {
         name: token.get("content") if isinstance(token, dict) else token
@@ -158,7 +158,7 @@ def _set_bos_eos(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         )
 
 
-def _added_tokens(path: Path, settings: dict[str, Any]) -> Iterator[tuple[int, AddedToken]]:
+def _added_tokens(path: Path, settings: JsonObject) -> Iterator[tuple[int, AddedToken]]:
     listed = settings.get("added_tokens_decoder") or {}
     try:
         for token_id, token in listed.items():

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_file
+from quantkit.common.result import JsonObject
 
 _COPY_AGAIN = "copy it from the original model"
 _SPACE = "▁"
@@ -21,7 +22,7 @@ _UNIGRAM, _BPE = 1, 2
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
-def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def convert(file: Path, settings: JsonObject) -> tuple[Tokenizer, JsonObject]:
     """The tokenizer, and the names of special tokens in the file. settings: tokenizer_config.json,
     of which add_prefix_space and legacy are used. Raises QuantkitError where the file is damaged or
     has another format, and where the library is not installed."""
@@ -60,7 +61,7 @@ def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, 
     return tokenizer, _special(proto)
 
 
-def _is_llama(settings: dict[str, Any]) -> bool:
+def _is_llama(settings: JsonObject) -> bool:
     return str(settings.get("tokenizer_class")).removesuffix("Fast") in (
         "LlamaTokenizer",
         "CodeLlamaTokenizer",
@@ -136,7 +137,7 @@ def _normalizers(proto: Any) -> list[Any]:
     return steps
 
 
-def _special(proto: Any) -> dict[str, Any]:
+def _special(proto: Any) -> JsonObject:
     """bos_token and so on, where the file has such a piece."""
     trained, pieces = proto.trainer_spec, proto.pieces
     ids = {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.names import CacheCodes
 
@@ -166,7 +167,7 @@ class Format(ABC):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """`quantization_config` of config.json; empty where the format has none.
 
         quantized: the modules stored quantized, with their grids. unquantized: the other
@@ -242,7 +243,7 @@ class Format(ABC):
         return role == "linear"
 
 
-def lifted(config: dict[str, Any]) -> dict[str, Any]:
+def lifted(config: JsonObject) -> JsonObject:
     """config.json with its quantization at the top, where models with a text_config have it inside
     that."""
     text = config.get("text_config")
@@ -277,7 +278,7 @@ def is_cache_alone(config: Json, side: Json) -> bool:
     )
 
 
-def output_config(source: Json, block: Json) -> dict[str, Any]:
+def output_config(source: Json, block: Json) -> JsonObject:
     """The source's config.json with its quantization replaced by `block`, or removed where that is
     empty."""
     config = {key: value for key, value in source.items() if key != "quantization_config"}

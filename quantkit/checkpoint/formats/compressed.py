@@ -24,6 +24,7 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.grids.mx import MX_GROUP
 
 _DEADLINE_S = 1.0
@@ -95,9 +96,9 @@ def detect(config: Json, variant: str) -> bool:
     return bool(said == variant)
 
 
-def weight_descriptions(config: Json) -> list[dict[str, Any]]:
+def weight_descriptions(config: Json) -> list[JsonObject]:
     """The different descriptions of quantized weights."""
-    described: list[dict[str, Any]] = []
+    described: list[JsonObject] = []
     groups = config["quantization_config"].get("config_groups") or {}
     for group in groups.values() if isinstance(groups, dict) else ():
         args = group.get("weights") if isinstance(group, dict) else None
@@ -137,7 +138,7 @@ def reads_int8(config: Json) -> bool:
     )
 
 
-def weight_args(config: Json) -> dict[str, Any]:
+def weight_args(config: Json) -> JsonObject:
     """The one description of quantized weights."""
     described = weight_descriptions(config)
     if len(described) != 1:
@@ -233,7 +234,7 @@ def input_rotations(config: Json) -> Callable[[str], int]:
     )
 
 
-def _objects(said: Any, key: str) -> list[tuple[str, dict[str, Any]]]:
+def _objects(said: Any, key: str) -> list[tuple[str, JsonObject]]:
     """The objects of a list or object, by number or name."""
     found = (said.get(key) or []) if isinstance(said, dict) else said
     if isinstance(found, list):
@@ -250,10 +251,10 @@ def _listed(args: Json, key: str) -> list[str]:
     return [str(one) for one in said] if isinstance(said, list) else [str(said)]
 
 
-def rotated_inputs(blocks: dict[str, int]) -> dict[str, Any]:
+def rotated_inputs(blocks: dict[str, int]) -> JsonObject:
     """The block's transform_config for modules by the size of the Hadamard matrices at their
     inputs, which are in their weights, too."""
-    groups: dict[str, Any] = {}
+    groups: JsonObject = {}
     for size in sorted({*blocks.values()}):
         tails = sorted({name.rpartition(".")[2] for name, own in blocks.items() if own == size})
         targets = [f"re:.*\\.{re.escape(tail)}$" for tail in tails]
@@ -287,11 +288,11 @@ def outer_targets(quantized: Iterable[str]) -> list[str]:
 
 def config_block(
     variant: str,
-    weights: dict[str, Any],
-    activations: dict[str, Any] | None,
+    weights: JsonObject,
+    activations: JsonObject | None,
     quantized: Collection[str],
     unquantized: Unquantized,
-) -> dict[str, Any]:
+) -> JsonObject:
     group = {
         "targets": ["Linear", *outer_targets(quantized)],
         "weights": weights,
@@ -315,7 +316,7 @@ def mx_config_block(
     activation_bits: int,
     quantized: Collection[str],
     unquantized: Unquantized,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The description of MXFP4 and MXFP8. bits: of weights, and of activations where these are
     rounded. scale_dtype: a key that readers of MX know, and need."""
     weights = {

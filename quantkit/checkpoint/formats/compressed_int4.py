@@ -9,8 +9,6 @@ bits (W4A16, W8A16), or int4 codes come with input_activations of int8, a step a
 groups).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from quantkit.checkpoint.formats.base import (
     stored_part,
     stored_scale,
 )
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import (
@@ -124,9 +123,9 @@ class CompressedInt4(compressed.Compressed):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         assert grid is not None
-        strategy: dict[str, Any] = (
+        strategy: JsonObject = (
             {"strategy": "group", "group_size": grid.group_size}
             if grid.group_size
             else {"strategy": "channel"}

@@ -35,6 +35,7 @@ from quantkit.checkpoint.formats.base import (
     stored_part,
 )
 from quantkit.checkpoint.formats.nvfp4 import are_floats
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, FP8_CHANNEL, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.mx import MX_GROUP, decode_e8m0
@@ -135,7 +136,7 @@ class CompressedFp8(Fp8):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         shared = {"num_bits": 8, "type": "float", "symmetric": True}
         weights = shared | {"strategy": "channel", "dynamic": False}
         activations = shared | {"strategy": "token", "dynamic": True}
@@ -178,7 +179,7 @@ class CompressedMxfp8(CompressedFp8):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return compressed.mx_config_block(
             self.variant, 8, self.activation_bits, quantized, unquantized
         )
@@ -227,7 +228,7 @@ class ModelOptMxfp8(ModelOptFp8):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         inputs = self.activation_bits == 8
         return modelopt.block("MXFP8", 8, MX_GROUP, quantized, unquantized, inputs=inputs)
 

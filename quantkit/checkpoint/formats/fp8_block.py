@@ -19,7 +19,6 @@ the two a linear is. The release writes .scale for .weight_scale_inv (checkpoint
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ from quantkit.checkpoint.formats.compressed_mxfp4 import exponents
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, QuantizedWeight, Weight
 from quantkit.grids.fp8_block import FP8_BLOCK, Fp8BlockGrid, Fp8BlockWeight
 from quantkit.grids.mx import MX_GROUP
@@ -103,7 +103,7 @@ class Fp8Block(Format):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -147,7 +147,7 @@ class Fp8BlockMx(Fp8Block):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         block = super().config_block(grid, quantized, unquantized)
         of_mx = {"quant_method": "mxfp8", "weight_block_size": [1, MX_GROUP], "scale_fmt": "ue8m0"}
         return block | of_mx

@@ -10,7 +10,6 @@ inputs: such a weight has no groups of neighbours, and is decoded to float32 as 
 """
 
 from dataclasses import replace
-from typing import Any
 
 import regex
 import torch
@@ -37,6 +36,7 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.quant.packing import pack_words, unpack_words
@@ -194,7 +194,7 @@ class Gptq(Format):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         assert grid is not None
         linears = [
             module for module in unquantized_linears(unquantized, quantized) if module != HEAD
@@ -244,7 +244,7 @@ def _is_side(config: Json, side: Json) -> bool:
     )
 
 
-def _dynamic(block: Json) -> dict[str, Any]:
+def _dynamic(block: Json) -> JsonObject:
     found = block.get("dynamic")
     return found if isinstance(found, dict) else {}
 

@@ -27,7 +27,7 @@ activations are not used: inputs are quantized by token, which loses less.
 """
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.formats.modelslim_folded import FLAT, FoldedInputs, rotated_online
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.grids.base import Grid, Weight
 from quantkit.grids.int_groups import IntGrid, IntWeight
 from quantkit.grids.names import CacheCodes
@@ -361,14 +362,14 @@ class ModelSlim(Format):
 
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return {}
 
     def extra_files(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, bytes]:
         assert grid in _TYPE_NAMES, grid
-        description: dict[str, Any] = {
+        description: JsonObject = {
             "model_quant_type": _TYPE_NAMES[grid],
             "version": "1.0.0",
             "group_size": 0,

@@ -5,14 +5,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.plots import OURS, THEIRS, draw, label_axes, layer_plot
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.tracing import Trace
 from quantkit.evaluation.statistics.estimates import doubling_range
@@ -88,7 +88,7 @@ class Quality(Result):
     named_share: float | None = None
     expert_counts: ExpertCounts | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Metrics that do not apply are omitted."""
         found = {name: value for name, value in vars(self).items() if value not in (None, [], {})}
         found.pop("expert_counts", None)
@@ -96,7 +96,7 @@ class Quality(Result):
             found["positions"] = [asdict(one) for one in self.positions]
         return found | ({"greedy": asdict(self.greedy)} if self.greedy else {})
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """A row for each layer."""
         return [{"layer": layer, "error": error} for layer, error in enumerate(self.layer_errors)]
 

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.distance.documents import Window
 from quantkit.evaluation.distance.quality import (
     GreedyPaths,
@@ -89,7 +89,7 @@ def read_replies(folder: Path, tokenizer: ChatTokenizer, limit: int | None) -> l
     return windows
 
 
-def _stored(folder: Path, name: str) -> list[dict[str, Any]]:
+def _stored(folder: Path, name: str) -> list[JsonObject]:
     path = folder / f"{name}.jsonl"
     if not path.is_file():
         raise QuantkitError(
@@ -100,8 +100,8 @@ def _stored(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _first_replies(
-    rows: list[dict[str, Any]],
-) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    rows: list[JsonObject],
+) -> Iterator[tuple[tuple[str, str], JsonObject]]:
     """By task and problem."""
     seen = set[tuple[str, str]]()
     for row in rows:
@@ -118,7 +118,7 @@ def _prompt(parts: list[dict[str, str]], think: bool) -> Prompt:
     return Prompt(messages=tuple(parts), think=think)
 
 
-def _written(row: dict[str, Any], is_open: bool, tokenizer: ChatTokenizer) -> str:
+def _written(row: JsonObject, is_open: bool, tokenizer: ChatTokenizer) -> str:
     """The reply as the model wrote it. is_open: the prompt ends inside the reasoning."""
     text, reasoning = str(row["text"]), row.get("reasoning")
     if reasoning is None:
@@ -303,7 +303,7 @@ def _ids_by_text(tokenizer: ChatTokenizer) -> dict[str | bytes, int]:
     return {key: found[0] for key, found in ids.items() if len(found) == 1}
 
 
-def _key(entry: dict[str, Any]) -> str | bytes:
+def _key(entry: JsonObject) -> str | bytes:
     """The bytes of a token where they say more than its text: it is a part of a character."""
     text, own = entry["token"], bytes(entry.get("bytes") or ())
     return own if own and own != text.encode() else text

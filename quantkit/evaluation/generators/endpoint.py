@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import httpx
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.generators.generator import (
     Drafts,
     Generation,
@@ -52,13 +53,13 @@ class ReplyReader:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     size: int = 0
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: JsonObject) -> None:
         """Add one event. Raises StreamError where it is malformed."""
         for choice in _field(event, "choices", list):
             if str(choice.get("index") or 0) == "0":
@@ -67,7 +68,7 @@ class ReplyReader:
         self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
         self.completion_tokens = _count(usage, "completion_tokens") or self.completion_tokens
 
-    def _add_choice(self, choice: dict[str, Any]) -> None:
+    def _add_choice(self, choice: JsonObject) -> None:
         part = _field(choice, "delta", dict) or _field(choice, "message", dict)
         said, thought = _content(part)
         text = said or _field(choice, "text", str)
@@ -119,7 +120,7 @@ class ReplyReader:
 _KINDS: dict[Any, str] = {dict: "an object", list: "a list of objects", str: "a string"}
 
 
-def _field(holder: dict[str, Any], name: str, kind: type[T]) -> T:
+def _field(holder: JsonObject, name: str, kind: type[T]) -> T:
     """A field of an event, empty where it is missing."""
     value = holder.get(name) or kind()
     items = value if isinstance(value, list) else []
@@ -128,7 +129,7 @@ def _field(holder: dict[str, Any], name: str, kind: type[T]) -> T:
     return value
 
 
-def _content(part: dict[str, Any]) -> tuple[str, str]:
+def _content(part: JsonObject) -> tuple[str, str]:
     """The text and the reasoning of a content field, which some servers send as a list of typed
     parts."""
     if not isinstance(part.get("content"), list):
@@ -149,7 +150,7 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
     return text, thought
 
 
-def _count(holder: dict[str, Any], name: str) -> int:
+def _count(holder: JsonObject, name: str) -> int:
     """A number of tokens; 0 where unknown, which some servers write as a negative number."""
     value = holder.get(name) or 0
     if type(value) not in (int, float) or value != value // 1 or value > _MOST_TOKENS:
@@ -205,13 +206,13 @@ class Endpoint:
         retries: int = RETRIES,
         backoff_s: float = 1.0,
         top_logprobs: int = 0,
-        fields: dict[str, Any] | None = None,
+        fields: JsonObject | None = None,
     ) -> None:
         self.server = OpenAIServer(url, api_key=api_key, timeout_s=timeout_s)
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
-        self._fields: dict[str, Any] = (
+        self._fields: JsonObject = (
             {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
         ) | (fields or {})
         self._limit_name = "max_tokens"
@@ -224,7 +225,7 @@ class Endpoint:
             if revision
             else {name: value for name, value in entry.items() if name != "id"}
         )
-        self.identity: dict[str, Any] = {"model": self.name} | facts
+        self.identity: JsonObject = {"model": self.name} | facts
         self._answered, self._failed = 0, 0
         self._open: set[ReplyReader] = set()
 
@@ -357,7 +358,7 @@ class Endpoint:
             self._open.discard(reader)
         return reader
 
-    def _body(self, prompt: Prompt, parameters: Generation) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, parameters: Generation) -> JsonObject:
         """The request, whose reply is no longer than the server's context leaves room for."""
         if self.context is not None and parameters.max_tokens is not None:
             room = max(1, self.context - most_tokens(prompt))
@@ -398,8 +399,8 @@ def most_tokens(prompt: Prompt) -> int:
     return (len(text.encode()) + sum(map(str.isdigit, text))) // 2 + 64
 
 
-def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str, Any]:
-    body: dict[str, Any] = {
+def request_body(model: str, prompt: Prompt, parameters: Generation) -> JsonObject:
+    body: JsonObject = {
         "model": model,
         "temperature": parameters.temperature,
         "top_p": parameters.top_p,

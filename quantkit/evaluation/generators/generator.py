@@ -3,11 +3,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ModelReply:
     reasoning: str | None = None
     error: str | None = None
     refusal: str | None = None
-    logprobs: tuple[dict[str, Any], ...] = ()
+    logprobs: tuple[JsonObject, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -95,7 +96,7 @@ class Generator(Protocol):
     """
 
     name: str
-    identity: dict[str, Any]
+    identity: JsonObject
     identity_is_certain: bool
 
     def open_tokens(self) -> list[int]:

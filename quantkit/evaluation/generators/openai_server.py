@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import httpx
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.generators.generator import whole_text
 
 CONNECT_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ class OpenAIServer:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[JsonObject]:
         """The served models, one entry each. Raises QuantkitError where the server does not
         answer."""
         try:
@@ -115,7 +115,7 @@ class OpenAIServer:
                     found[name] = found.get(name, 0.0) + float(value)
         return found
 
-    def find_model(self, name: str | None) -> dict[str, Any]:
+    def find_model(self, name: str | None) -> JsonObject:
         """The entry of the model `name`, or of the only model where None. A name that is not
         listed is accepted. Raises QuantkitError where the server does not answer, or serves
         several models and none is named."""
@@ -136,8 +136,8 @@ class OpenAIServer:
         return httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
 
     async def stream(
-        self, client: httpx.AsyncClient, method: str, body: dict[str, Any]
-    ) -> AsyncGenerator[dict[str, Any]]:
+        self, client: httpx.AsyncClient, method: str, body: JsonObject
+    ) -> AsyncGenerator[JsonObject]:
         """Events of the reply to `body` as they arrive. method: such as "/chat/completions". Raises
         REQUEST_ERRORS.
 
@@ -184,7 +184,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncGenerator[JsonObject]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
     A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a
@@ -197,7 +197,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     is_stream, is_empty = "event-stream" in kind, True
     pieces, held = response.aiter_bytes(), list[str]()
 
-    def event() -> dict[str, Any]:
+    def event() -> JsonObject:
         what = "an event" if is_stream else f"the answer ({kind or 'no content type'})"
         value = _parse("\n".join(held), what)
         held.clear()
@@ -264,7 +264,7 @@ async def _drain(pieces: AsyncIterator[bytes]) -> None:
                 pass
 
 
-def _parse(text: str, what: str) -> dict[str, Any]:
+def _parse(text: str, what: str) -> JsonObject:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -12,9 +12,10 @@ import json
 import re
 from typing import Any
 
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.grading.code_blocks import blocks
 
-Call = tuple[str, dict[str, Any]]
+Call = tuple[str, JsonObject]
 
 
 def read_calls(text: str) -> list[Call] | None:
@@ -60,7 +61,7 @@ def _python_calls(source: str) -> list[Call] | None:
         return None
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: Any) -> JsonObject:
     return dict(json.loads(value) if isinstance(value, str) else value)
 
 
@@ -76,7 +77,7 @@ def same_calls(calls: list[Call], possible: list[dict[str, dict[str, list[Any]]]
     return not left
 
 
-def floats_for_integers(calls: list[Call], functions: list[dict[str, Any]]) -> bool:
+def floats_for_integers(calls: list[Call], functions: list[JsonObject]) -> bool:
     """Whether a parameter that its function declares as an integer gets a float."""
     kinds = {
         (one["name"], name): about.get("type")

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import (
     answers,
@@ -36,7 +36,7 @@ class Grader:
     consent. `judged`: a model grades, which --judge names.
     """
 
-    gold: Callable[[dict[str, Any]], str]
+    gold: Callable[[JsonObject], str]
     read: Read
     votes: bool = True
     runs_code: bool = False
@@ -74,11 +74,11 @@ def _nothing(grader: Grader, problem: Problem) -> dict[str, tuple[int, int]]:
     return grader.read(problem, "", False).measures
 
 
-def _answer_field(fields: dict[str, Any]) -> str:
+def _answer_field(fields: JsonObject) -> str:
     return str(fields["answer"]).strip()
 
 
-def _number_gold(fields: dict[str, Any]) -> str:
+def _number_gold(fields: JsonObject) -> str:
     """The value after `####`, or inside a box, or the field itself."""
     text = str(fields["answer"]).rpartition("####")[2].strip()
     text = last_box(text).text or text
@@ -91,7 +91,7 @@ def _number_gold(fields: dict[str, Any]) -> str:
     return canonical(number) if isinstance(number, Fraction) else text
 
 
-def _integer_gold(fields: dict[str, Any]) -> str:
+def _integer_gold(fields: JsonObject) -> str:
     gold = _number_gold(fields)
     if not re.fullmatch(r"-?\d+", gold):
         raise QuantkitError(
@@ -187,7 +187,7 @@ def _compare_expression(problem: Problem, found: Extraction) -> Outcome:
     return _by_math(problem, found, expressions.comparison_form(problem.gold, found.text))
 
 
-def _choice_gold(fields: dict[str, Any]) -> str:
+def _choice_gold(fields: JsonObject) -> str:
     """The letter of the right option; MMLU gives its index from 0."""
     answer = str(fields["answer"]).strip().upper()
     letters = LETTERS[: len(fields["options"])]

@@ -17,11 +17,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import regex
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 
 _SHORT = (
     "mr mrs ms dr prof st jr sr corp co cos ltd bros vs "
@@ -157,21 +157,21 @@ def language_of(text: str) -> str | None:
     return best if scores[best] else next(iter(_SHARED[script]))
 
 
-Check = Callable[[str, dict[str, Any]], bool]
+Check = Callable[[str, JsonObject], bool]
 
 
 def _satisfies(count: int, relation: str, threshold: int) -> bool:
     return count < threshold if relation == "less than" else count >= threshold
 
 
-def _paragraphs(reply: str, given: dict[str, Any]) -> bool:
+def _paragraphs(reply: str, given: JsonObject) -> bool:
     """Paragraphs are separated by ***; an empty one counts only against the reply, at its ends not
     at all."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", reply)]
     return all(parts[1:-1]) and sum(bool(part) for part in parts) == given["num_paragraphs"]
 
 
-def _first_word(reply: str, given: dict[str, Any]) -> bool:
+def _first_word(reply: str, given: JsonObject) -> bool:
     """Paragraphs are separated by empty lines; the nth begins with a word."""
     parts = reply.split("\n\n")
     count, place = sum(bool(part.strip()) for part in parts), given["nth_paragraph"]
@@ -184,25 +184,25 @@ def _first_word(reply: str, given: dict[str, Any]) -> bool:
     )
 
 
-def _postscript(reply: str, given: dict[str, Any]) -> bool:
+def _postscript(reply: str, given: JsonObject) -> bool:
     marker = given["postscript_marker"].strip()
     known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(known.get(marker, marker.lower()), reply.lower()) is not None
 
 
-def _bullets(reply: str, given: dict[str, Any]) -> bool:
+def _bullets(reply: str, given: JsonObject) -> bool:
     starred = re.findall(r"^\s*\*[^*].*$", reply, re.MULTILINE)
     dashed = re.findall(r"^\s*-.*$", reply, re.MULTILINE)
     return len(starred) + len(dashed) == given["num_bullets"]
 
 
-def _highlights(reply: str, given: dict[str, Any]) -> bool:
+def _highlights(reply: str, given: JsonObject) -> bool:
     single = [piece for piece in re.findall(r"\*[^\n*]*\*", reply) if piece.strip("*").strip()]
     double = [piece for piece in re.findall(r"\*\*[^\n*]*\*\*", reply) if piece[2:-2].strip()]
     return len(single) + len(double) >= given["num_highlights"]
 
 
-def _json(reply: str, given: dict[str, Any]) -> bool:
+def _json(reply: str, given: JsonObject) -> bool:
     text = reply.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -213,13 +213,13 @@ def _json(reply: str, given: dict[str, Any]) -> bool:
     return True
 
 
-def _two_responses(reply: str, given: dict[str, Any]) -> bool:
+def _two_responses(reply: str, given: JsonObject) -> bool:
     parts = [part.strip() for part in reply.split("******")]
     said = [part for part in parts if part]
     return all(parts[1:-1]) and len(said) == 2 and said[0] != said[1]
 
 
-def _quoted(reply: str, given: dict[str, Any]) -> bool:
+def _quoted(reply: str, given: JsonObject) -> bool:
     text = reply.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -293,7 +293,7 @@ CHECKS: dict[str, Check] = {
 """Instruction id -> whether a reply that is not empty follows it."""
 
 
-def check_row(fields: dict[str, Any]) -> str:
+def check_row(fields: JsonObject) -> str:
     """The ids of a row's instructions in one line. Raises QuantkitError where one is not known or
     lacks its parameters."""
     ids, given = fields["instructions"], fields["parameters"]
@@ -318,7 +318,7 @@ def check_row(fields: dict[str, Any]) -> str:
 
 
 def check_instructions(
-    reply: str, ids: list[str], given: list[dict[str, Any]], loose: bool
+    reply: str, ids: list[str], given: list[JsonObject], loose: bool
 ) -> list[bool]:
     """Whether the reply follows each instruction."""
     readings = _readings(reply) if loose else [reply]

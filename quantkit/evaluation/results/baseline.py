@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.results.folder import Looks
 from quantkit.evaluation.results.pages import ACCURACY, DIFFERENCE, bars_plot, render
 from quantkit.evaluation.results.stored import read_results, read_samples
@@ -27,7 +28,7 @@ from quantkit.evaluation.statistics.comparison import (
 from quantkit.evaluation.statistics.estimates import Table, figures
 from quantkit.evaluation.tasks.definitions import EXCLUDED
 
-Rows = dict[str, list[dict[str, Any]]]
+Rows = dict[str, list[JsonObject]]
 """Samples by problem."""
 
 
@@ -37,7 +38,7 @@ class Baseline:
 
     name: str
     samples: dict[str, Rows]
-    facts: dict[str, dict[str, Any]]
+    facts: dict[str, JsonObject]
 
     @classmethod
     def from_results(cls, results: EvalResults) -> "Baseline":
@@ -46,7 +47,7 @@ class Baseline:
 
     @classmethod
     def from_rows(
-        cls, name: str, rows: list[dict[str, Any]], facts: dict[str, dict[str, Any]]
+        cls, name: str, rows: list[JsonObject], facts: dict[str, JsonObject]
     ) -> "Baseline":
         tasks = grouped((row["task"], row) for row in rows)
         samples = {
@@ -173,7 +174,7 @@ def compare_results(
     return replace(results, tasks=tasks, baseline=reference.name)
 
 
-def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[str, Any]:
+def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> JsonObject:
     """Compare the --out folders of finished evaluations, the baseline's first: `baseline`, `margin`,
     and `runs`, each with its `results` by task, whose `comparison` is None where there is none. Verdicts
     are corrected over all comparisons (Holm). Raises QuantkitError where a folder holds no results."""
@@ -185,7 +186,7 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[s
     read = [read_run(folder) for folder in folders]
     models = [run.name for run in read]
     found: dict[tuple[int, str], Comparison | None] = {}
-    runs: list[dict[str, Any]] = []
+    runs: list[JsonObject] = []
     for folder, run in zip(folders, read):
         tasks = [task for task in run.samples if run.scores(task)]
         notes = list[str]()
@@ -204,7 +205,7 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> dict[s
     return {"baseline": runs[0]["run"], "margin": margin, "runs": runs}
 
 
-def _figures(table: Table, samples: Rows) -> dict[str, Any]:
+def _figures(table: Table, samples: Rows) -> JsonObject:
     rows = [row for rows in samples.values() for row in rows]
     return figures(table.values()) | {
         "repeats": max(map(len, table.values())),
@@ -214,7 +215,7 @@ def _figures(table: Table, samples: Rows) -> dict[str, Any]:
     }
 
 
-def write_page(out: Path, table: dict[str, Any]) -> None:
+def write_page(out: Path, table: JsonObject) -> None:
     """Write comparison.html and comparison.json, of what `compare_runs` returns, to `out`."""
     make_folder(out)
     drawn: dict[str, dict[str, str]] = {}

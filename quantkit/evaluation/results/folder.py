@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.checkpoint.journal import Lock
 from quantkit.checkpoint.output_dir import check_results_folder
@@ -27,13 +26,14 @@ from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import open_file
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.results.stored import read_journal_head, read_journal_rows, read_list
 
 Key = tuple[str, int]  # problem id, repeat
 
 
-def fingerprint(facts: dict[str, Any]) -> str:
+def fingerprint(facts: JsonObject) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -68,7 +68,7 @@ class ReplyJournal:
 
     @classmethod
     def of(
-        cls, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None
+        cls, out: Path, task: str, facts: JsonObject, request: JsonObject | None = None
     ) -> "ReplyJournal":
         """The journal of these facts, made where there is none; it becomes the last used one.
         request: stored for regrading (task file, data folder)."""
@@ -100,12 +100,12 @@ class ReplyJournal:
         self.probe = ModelProbe(prompt, reply)
         self._write({"probe": _row(reply), "prompt": asdict(prompt)})
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: JsonObject) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _row(reply: ModelReply) -> dict[str, Any]:
+def _row(reply: ModelReply) -> JsonObject:
     return {name: value for name, value in asdict(reply).items() if name not in ("index", "error")}
 
 
@@ -154,7 +154,7 @@ class Looks:
         if self._path is not None and self._path.exists():
             self._made = read_list(self._path, dict[str, list[list[int]]])
 
-    def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
+    def number(self, ours: JsonObject, theirs: JsonObject, samples: tuple[int, int]) -> int:
         """Index, from 1, of this look at the two runs with these facts. Repeating the same
         sample counts is not a new look."""
         made = self._made.setdefault(f"{fingerprint(ours)}-{fingerprint(theirs)}", [])
@@ -166,7 +166,7 @@ class Looks:
         return made.index(look) + 1
 
 
-def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+def write_samples(path: Path, samples: list[JsonObject]) -> None:
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
 
 

@@ -3,9 +3,9 @@ under their own heading, never merged."""
 
 import re
 from functools import cache
-from typing import Any
 
 from quantkit.common.assets import asset
+from quantkit.common.result import JsonObject
 from quantkit.common.settings import Strict, read_yaml
 
 
@@ -57,7 +57,7 @@ def speed_tables() -> tuple[SpeedTable, ...]:
     )
 
 
-def published_speeds() -> list[dict[str, Any]]:
+def published_speeds() -> list[JsonObject]:
     """The speed tables, all of Ascend machines, as JSON: metadata and rows as records without
     the values not given."""
     return [
@@ -72,7 +72,7 @@ def published_speeds() -> list[dict[str, Any]]:
     ]
 
 
-def published_speeds_for(model: str) -> list[dict[str, Any]]:
+def published_speeds_for(model: str) -> list[JsonObject]:
     """Those of `published_speeds` for this model, by the name of its folder or of a server's
     model. Other releases and distilled models do not match; quantization suffixes are
     ignored."""
@@ -92,7 +92,7 @@ def _matches(name: str, published: str) -> bool:
     )
 
 
-def published_scores(task: str) -> list[dict[str, Any]]:
+def published_scores(task: str) -> list[JsonObject]:
     """Every published score of a task in percent, in file order, with its model, scheme, source,
     hardware, harness, remark, and the source's name of the task (`called`)."""
     return [

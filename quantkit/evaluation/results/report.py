@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from quantkit.common.atomic_write import make_folder, write_atomic
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.evaluation.results.baseline import Baseline
 from quantkit.evaluation.results.folder import write_samples
 from quantkit.evaluation.results.pages import (
@@ -83,7 +83,7 @@ def write_report(path: Path, results: EvalResults, baseline: Baseline | None) ->
     write_atomic(path, page)
 
 
-def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, Any]:
+def _task(model: str, task: TaskResult, baseline: Baseline | None) -> JsonObject:
     figures, published = task.to_json(), published_scores(task.name)
     rows, plots, theirs = list[Bar](), {}, None
     if figures["n"]:
@@ -127,7 +127,7 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
     }
 
 
-def _lengths_plot(lengths: dict[str, dict[str, Any]], margin: float | None) -> str:
+def _lengths_plot(lengths: dict[str, JsonObject], margin: float | None) -> str:
     """The difference from the baseline by length of the replies, or without one the accuracy."""
     if margin is None:
         bars = [(name, one["accuracy"], *one["interval"], True) for name, one in lengths.items()]
@@ -143,13 +143,13 @@ def _lengths_plot(lengths: dict[str, dict[str, Any]], margin: float | None) -> s
     )
 
 
-def _replies(task: TaskResult, baseline: Baseline | None) -> list[dict[str, Any]]:
+def _replies(task: TaskResult, baseline: Baseline | None) -> list[JsonObject]:
     """One reply of each problem, a wrong one if there is any, and the baseline's, of the same repeat
     if it has that: both models then answered the same draw. Failures first, of those the ones that
     the baseline solves first."""
     table, prompts = task.table(), _prompts(task)
     theirs = baseline.samples.get(task.name, {}) if baseline else {}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, JsonObject] = {}
     for sample in sorted(task.graded, key=lambda sample: sample.grade.correct):
         name, repeat = sample.problem.id, sample.repeat
         rows = theirs.get(name, [])
@@ -182,7 +182,7 @@ def write_evalscope(out: Path, results: EvalResults) -> None:
         write_atomic(folder / f"{name.replace('-', '_')}.json", text + "\n")
 
 
-def evalscope_report(model: str, task: TaskResult) -> dict[str, Any]:
+def evalscope_report(model: str, task: TaskResult) -> JsonObject:
     """One task as evalscope's Report. As there, `num` counts samples and scores are rounded to
     four digits."""
     about, repeats, num = task.setting.task, task.setting.repeats, len(task.graded)
@@ -199,9 +199,9 @@ def evalscope_report(model: str, task: TaskResult) -> dict[str, Any]:
         subsets=[_subset(name, sum(one), len(one)) for name, one in sorted(groups.items())],
         best=[] if best is None or repeats == 1 else [_subset("default", best * num, num)],
     )
-    found: dict[str, Any] = json.loads(page)
+    found: JsonObject = json.loads(page)
     return found
 
 
-def _subset(name: str, points: float, num: int) -> dict[str, Any]:
+def _subset(name: str, points: float, num: int) -> JsonObject:
     return {"name": name, "points": points, "num": num, "score": points / num}

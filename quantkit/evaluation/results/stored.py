@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json, read_json, read_text
 from quantkit.common.records import json_lines
+from quantkit.common.result import JsonObject
 from quantkit.common.settings import checked
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.tasks.definitions import REASONS
@@ -70,7 +71,7 @@ class _Facts(_Stored):
     data: str
     shots: str | None
     seed: int
-    model: dict[str, Any]
+    model: JsonObject
 
 
 class _TaskFigures(_Stored):
@@ -97,24 +98,24 @@ class _JournalHead(_Stored):
 _Key: Any = tuple[str, Annotated[int, Field(ge=0, le=2**31, strict=True)]]
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path) -> JsonObject:
     """results.json. Raises QuantkitError."""
     found = read_json(path, limit=1 << 30)
     checked(found, _Results, str(path), _REMEDY)
     return found
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
+def read_samples(path: Path) -> list[JsonObject]:
     """samples.jsonl. Raises QuantkitError."""
     return _rows(path, _Sample)
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_prompts(path: Path) -> list[JsonObject]:
     """prompts.jsonl. Raises QuantkitError."""
     return _rows(path, _Prompt)
 
 
-def _rows(path: Path, kind: type[_Stored]) -> list[dict[str, Any]]:
+def _rows(path: Path, kind: type[_Stored]) -> list[JsonObject]:
     rows = []
     for where, row in json_lines(path):
         checked(row, kind, where, _REMEDY)
@@ -130,7 +131,7 @@ def read_list(path: Path, kind: type[T]) -> T:
         raise QuantkitError(f"{path} is not valid JSON ({error})", "remove that file") from error
 
 
-def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_journal_head(path: Path) -> tuple[JsonObject, JsonObject]:
     """(facts, request) of a journal of replies. Raises QuantkitError."""
     for where, head in json_lines(path):
         checked(head, _JournalHead, where, _REMEDY)

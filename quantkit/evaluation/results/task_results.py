@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from quantkit import __version__
-from quantkit.common.result import Result
+from quantkit.common.result import JsonObject, Result
 from quantkit.evaluation.generators.generator import ModelReply, Prompt, estimated_tokens
 from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
@@ -91,7 +91,7 @@ class Sample:
     completion: ModelReply
     grade: Grade
 
-    def to_json(self, task: str) -> dict[str, Any]:
+    def to_json(self, task: str) -> JsonObject:
         c, g = self.completion, self.grade
         return {
             "task": task,
@@ -145,7 +145,7 @@ class TaskResult:
     samples: list[Sample]
     reused: int
     seconds: float
-    facts: dict[str, Any]
+    facts: JsonObject
     origin: str
     notes: list[str] = field(default_factory=list)
     votes: bool = True
@@ -227,9 +227,9 @@ class TaskResult:
             text.format(share=share, **about) for share, least, text in said if share >= least
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         table, graded = self.table(), self.graded
-        found: dict[str, Any] = {
+        found: JsonObject = {
             "accuracy": None,
             "fault": self.fault,
             "stderr": None,
@@ -281,14 +281,14 @@ class TaskResult:
         sums = {name: map(sum, zip(*points)) for name, points in grouped(rows).items()}
         return {name: points / possible for name, (points, possible) in sums.items()}
 
-    def _groups(self, table: statistics.Table) -> dict[str, dict[str, Any]]:
+    def _groups(self, table: statistics.Table) -> dict[str, JsonObject]:
         """Accuracy per group (subject, number of steps) with its interval, and the difference
         from the baseline; empty with fewer than two groups."""
         groups = {sample.problem.id: sample.problem.group for sample in self.graded}
         members = grouped((groups[name], name) for name in table if groups[name])
         return self._by_group(table, dict(sorted(members.items(), key=_group_place)))
 
-    def _lengths(self, table: statistics.Table) -> dict[str, dict[str, Any]]:
+    def _lengths(self, table: statistics.Table) -> dict[str, JsonObject]:
         """As `_groups`, by the mean length of the replies to a problem, the baseline's where it has
         any: both models are then compared on the same problems."""
         tokens = {
@@ -305,9 +305,9 @@ class TaskResult:
 
     def _by_group(
         self, table: statistics.Table, members: dict[str, list[str]]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, JsonObject]:
         """members: problems by group."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, JsonObject] = {}
         for group, names in members.items() if len(members) > 1 else ():
             found[group] = statistics.figures([table[name] for name in names])
             shared = [name for name in names if name in self.baseline_scores]
@@ -335,7 +335,7 @@ class TaskResult:
         return fmean([statistics.majority(row) for row in votes.values()])
 
 
-def reply_tokens(row: dict[str, Any]) -> int:
+def reply_tokens(row: JsonObject) -> int:
     """Tokens of a sample, estimated where a server did not count them."""
     return row["completion_tokens"] or estimated_tokens(row["text"], row.get("reasoning"))
 
@@ -350,14 +350,14 @@ class EvalResults(Result):
     """Every task of one run. `out` is its output folder, None where nothing was written."""
 
     model: str
-    identity: dict[str, Any]
+    identity: JsonObject
     tasks: dict[str, TaskResult]
     hardware: str
     sandbox: str | None
     baseline: str | None = None
     out: Path | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "model": self.model,
             "identity": self.identity,
@@ -370,7 +370,7 @@ class EvalResults(Result):
             "results": {name: task.to_json() for name, task in self.tasks.items()},
         }
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """A row for each task: the figures of its JSON that are one value."""
         figures = {name: task.to_json() for name, task in self.tasks.items()}
         return [
@@ -405,7 +405,7 @@ class EvalResults(Result):
             rows += [("  warning", text) for text in figures["warnings"]]
         return rows
 
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[JsonObject]:
         return [
             sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples
         ]

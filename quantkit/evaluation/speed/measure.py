@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.pages import render_page
 from quantkit.common.records import Row, read_rows, read_text
+from quantkit.common.result import JsonObject
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class SpeedRow:
     left_out: list[str] = field(default_factory=list)
     uncounted: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         values = asdict(self)
         return values | values.pop("percentiles")
 
@@ -326,7 +327,7 @@ COLUMNS = {
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
-def write_report(out: Path, result: dict[str, Any]) -> None:
+def write_report(out: Path, result: JsonObject) -> None:
     """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line,
     `published` what others published for this model."""
     out.mkdir(parents=True, exist_ok=True)
@@ -341,7 +342,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     write_atomic(out / "bench.html", page)
 
 
-def _curves(rows: list[dict[str, Any]], key: str, of: str) -> str:
+def _curves(rows: list[JsonObject], key: str, of: str) -> str:
     """One line per input length, over concurrency or the arrival rate."""
     across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
     axes, figure = plots.draw(5.0, 2.6)

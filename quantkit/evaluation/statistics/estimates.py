@@ -21,9 +21,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+
+from quantkit.common.result import JsonObject
 
 Verdict = Literal["held", "lost", "cannot tell"]
 Scores = Collection[Sequence[float]]  # problems x repeats, ragged, no empty row
@@ -55,7 +57,7 @@ class Difference(ABC):
         span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
         return f"{100 * self.difference:+.1f} points ({span})"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self) | {"sentence": self.sentence()}
 
 
@@ -99,7 +101,7 @@ def interval(table: Scores) -> tuple[float, float]:
     return mean_bounds(problem_means(table), 0, 1).interval()
 
 
-def figures(table: Scores) -> dict[str, Any]:
+def figures(table: Scores) -> JsonObject:
     """Accuracy, its interval and the number of problems."""
     return {"accuracy": accuracy(table), "interval": list(interval(table)), "n": len(table)}
 

@@ -9,12 +9,12 @@ prompt and overrides. `find_setting` combines the two into one `Setting`.
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from pydantic import Field
 
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.result import JsonObject
 from quantkit.common.settings import Strict, checked, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
 
@@ -54,7 +54,7 @@ class Problem:
     line."""
 
     id: str
-    fields: dict[str, Any]
+    fields: JsonObject
     gold: str = ""
     group: str = ""
 
@@ -131,8 +131,8 @@ class TaskProtocol(Prompting):
 
     repeats: int | None = None
     grader: str | None = None
-    generation: dict[str, Any] = Field({})
-    single_pass: dict[str, Any] = Field({})
+    generation: JsonObject = Field({})
+    single_pass: JsonObject = Field({})
 
 
 class Task(Strict):
@@ -162,7 +162,7 @@ class Protocol(Strict):
     summary: str
     like: str | None = None
     thinking: bool
-    generation: dict[str, Any]
+    generation: JsonObject
     repeats: int
 
 
@@ -213,7 +213,7 @@ def find_setting(
     protocol: str,
     *,
     repeats: int | None = None,
-    overrides: dict[str, Any] | None = None,
+    overrides: JsonObject | None = None,
 ) -> Setting:
     """The task under `protocol`; `overrides` replaces sampling parameters (temperature, top_p,
     max_tokens)."""

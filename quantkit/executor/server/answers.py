@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 
+from quantkit.common.result import JsonObject
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
@@ -23,7 +24,7 @@ from quantkit.executor.server.stream_parser import (
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import THINK
 
-Choice = dict[str, Any]
+Choice = JsonObject
 """In the JSON of OpenAI."""
 
 
@@ -34,7 +35,7 @@ def usage(
     *,
     inside: bool = False,
     silent: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up
     to </think>, or all where an answer ends before it; cached_tokens those of prompts that the
     prefix cache held. inside: the prompt opened <think>. silent: what was written is not shown."""
@@ -63,8 +64,8 @@ def _thought(one: Completion, end_think: int, inside: bool) -> int:
     return len(one.token_ids) if inside or one.text.lstrip().startswith(THINK) else 0
 
 
-def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> JsonObject:
+    def entry(token_id: int, logprob: float) -> JsonObject:
         own = list(tokenizer.token_bytes(token_id))
         return {"token": tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": own}
 
@@ -96,7 +97,7 @@ def completion_logprobs(
     tokenizer: ChatTokenizer,
     offsets: TextOffsets,
     first: int | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """offsets: of the choice, whose tokens before these it has seen. first: a prompt's first token,
     which has no predecessor: it has no log-probability."""
     begin = [] if first is None else [first]
@@ -121,20 +122,18 @@ def _by_text(one: TokenLogprob, tokenizer: ChatTokenizer) -> dict[str, float]:
     return found
 
 
-def prompt_logprobs(
-    found: list[TokenLogprob], tokenizer: ChatTokenizer
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> list[JsonObject | None]:
     """For every token of a prompt the likeliest tokens and itself, by id; nothing for the first. As
     vLLM writes them."""
 
-    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+    def entry(token: int, logprob: float, rank: int) -> JsonObject:
         return {
             "logprob": _finite(logprob),
             "rank": rank,
             "decoded_token": tokenizer.token_text(token),
         }
 
-    def entries(one: TokenLogprob) -> dict[str, Any]:
+    def entries(one: TokenLogprob) -> JsonObject:
         likeliest = {
             str(token): entry(token, logprob, place)
             for place, (token, logprob) in enumerate(one.top, 1)
@@ -144,7 +143,7 @@ def prompt_logprobs(
     return [None, *(entries(one) for one in found)]
 
 
-def tool_call(call: CallDelta) -> dict[str, Any]:
+def tool_call(call: CallDelta) -> JsonObject:
     """A whole call of a message."""
     return {
         "id": call.id,
@@ -153,7 +152,7 @@ def tool_call(call: CallDelta) -> dict[str, Any]:
     }
 
 
-def call_delta(call: CallDelta) -> dict[str, Any]:
+def call_delta(call: CallDelta) -> JsonObject:
     """A piece of a call in a chunk."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
@@ -217,7 +216,7 @@ class Answer(ABC):
         self.model, self.created = model, int(time.time())
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
-    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
+    async def whole(self, stream: AnswerStream) -> JsonObject:
         done: dict[int, Completion] = {}
         async for piece in stream:
             if piece.completion is not None:
@@ -226,7 +225,7 @@ class Answer(ABC):
         choices = [self._choice(one) for one in completions]
         return self._part(self.kind, choices, usage=self._usage(completions))
 
-    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stream: AnswerStream) -> AsyncIterator[JsonObject]:
         """The chunks of a streamed answer; with include_usage a last one without choices."""
         if first := self._first(len(stream.sequences)):
             yield self._part(self.chunk_kind, first)
@@ -240,7 +239,7 @@ class Answer(ABC):
             done.sort(key=lambda one: one.index)
             yield self._part(self.chunk_kind, [], usage=self._usage(done))
 
-    def _part(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
+    def _part(self, kind: str, choices: list[Choice], **more: Any) -> JsonObject:
         return {
             "id": self.id,
             "object": kind,
@@ -263,7 +262,7 @@ class Answer(ABC):
         """Choices of the chunks that a piece makes."""
 
     @abstractmethod
-    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+    def _usage(self, completions: list[Completion]) -> JsonObject:
         """See `usage`."""
 
 
@@ -279,7 +278,7 @@ class ChatAnswer(Answer):
         self._separates = body.separate_reasoning and tokenizer.end_think is not None
         self._reading = AnswerReader(prepared, separates=self._separates)
 
-    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
+    async def whole(self, stream: AnswerStream) -> JsonObject:
         whole, scored = await super().whole(stream), stream.sequences[0].prompt_logprobs
         if self._prepared.body.prompt_logprobs is None:
             return whole
@@ -291,7 +290,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, one: Completion) -> Choice:
         parts = self._reading.push(one.index, one.text, last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        message: JsonObject = {"role": "assistant", "content": parts.content}
         if self._separates:
             message["reasoning_content"] = parts.reasoning
         if parts.calls:
@@ -310,7 +309,7 @@ class ChatAnswer(Answer):
         parts = self._reading.push(piece.choice, piece.text, last=piece.completion is not None)
         if not (parts or piece.logprobs or piece.completion):
             return
-        delta: dict[str, Any] = {}
+        delta: JsonObject = {}
         if parts.reasoning:
             delta["reasoning_content"] = parts.reasoning
         if parts.content:
@@ -323,7 +322,7 @@ class ChatAnswer(Answer):
             choice["logprobs"] = chat_logprobs(piece.logprobs, self.tokenizer)
         yield choice
 
-    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+    def _usage(self, completions: list[Completion]) -> JsonObject:
         return usage(completions, 1, self.tokenizer.end_think, inside=self._prepared.inside)
 
 
@@ -377,7 +376,7 @@ class CompletionAnswer(Answer):
 
     def _logprobs(
         self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None
-    ) -> dict[str, Any] | None:
+    ) -> JsonObject | None:
         """Of the answer's tokens, after those of its prompt where they are shown."""
         if found is None or self.body.logprobs is None:
             return None
@@ -393,6 +392,6 @@ class CompletionAnswer(Answer):
     def _reason(self, one: Completion) -> str:
         return "length" if self._silent else one.finish_reason
 
-    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+    def _usage(self, completions: list[Completion]) -> JsonObject:
         count, end_think = len(self.body.prompts), self.tokenizer.end_think
         return usage(completions, count, end_think, silent=self._silent)

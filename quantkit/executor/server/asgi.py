@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantkit.common.bind import is_loopback
+from quantkit.common.result import JsonObject
 from quantkit.executor.server.service import (
     LONGEST_MESSAGE,
     AnswerStream,
@@ -58,7 +59,7 @@ class WireJson(JSONResponse):
         return _json(content)
 
 
-def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str, param: str | None = None) -> JsonObject:
     """An error in OpenAI's shape."""
     kind = (
         "server_error"
@@ -70,7 +71,7 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def internal_error(fault: Exception) -> dict[str, Any]:
+def internal_error(fault: Exception) -> JsonObject:
     return error_body(500, f"internal error: {type(fault).__name__}", "internal_error")
 
 
@@ -83,7 +84,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream, *, named: bool = False
+        self, events: AsyncIterator[JsonObject], stream: AnswerStream, *, named: bool = False
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
@@ -119,7 +120,7 @@ class EventStream(Response):
         await self._end(send)
 
     async def _end(
-        self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None
+        self, send: Callable[[Message], Awaitable[None]], error: JsonObject | None = None
     ) -> None:
         if error is not None:
             body = {"type": "error", **error["error"]} if self._named else error

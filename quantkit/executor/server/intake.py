@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import parse_json
+from quantkit.common.result import JsonObject
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, signed64
 from quantkit.executor.server.protocol import (
@@ -143,7 +144,7 @@ class Intake:
         """Raises ApiError, or QuantkitError, for what cannot be answered."""
         use, messages = body.tool_use, chat_messages(body.messages)
         form = self.tools.form if use else None
-        shown: dict[str, Any] = {"tools": list(use.shown)} if use else {}
+        shown: JsonObject = {"tools": list(use.shown)} if use else {}
         shown |= body.chat_template_kwargs
         text = self.rendered(messages, shown)
         check_roles(messages, text)
@@ -155,7 +156,7 @@ class Intake:
             body, [(prompt, one) for one in params], inside=inside, tool_use=use, tool_format=form
         )
 
-    def rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    def rendered(self, messages: list[JsonObject], variables: JsonObject) -> str:
         """The chat template's text of checked messages."""
         render = partial(self.tokenizer.render, self.tools.messages(messages), **variables)
         return or_refuse(render, "the chat template fails on this request")
@@ -187,7 +188,7 @@ class Intake:
 
     def _guided(
         self, body: ChatRequest, use: ToolUse, form: ToolFormat | None, inside: bool
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """The sampling parameters that make the answer as the request wants it, and its calls
         readable."""
         if form is None:
@@ -215,7 +216,7 @@ class Intake:
             self._grammars.guide(grammar, None)
         return grammar
 
-    def checked(self, fields: dict[str, Any], kind: type[Body]) -> Body:
+    def checked(self, fields: JsonObject, kind: type[Body]) -> Body:
         """A request of these fields. Raises ApiError, or QuantkitError, for what it may not
         hold."""
         body = valid(fields, kind)
@@ -285,7 +286,7 @@ class Intake:
 
 
 def sampling_params(
-    request: ChatRequest | CompletionRequest, defaults: dict[str, Any], room: int
+    request: ChatRequest | CompletionRequest, defaults: JsonObject, room: int
 ) -> SamplingParams:
     """Without a grammar. room: tokens that the answer may have at most."""
 
@@ -314,7 +315,7 @@ def sampling_params(
     )
 
 
-def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
+def valid(fields: JsonObject, kind: type[Model]) -> Model:
     """Fields of a request in their types and bounds. ApiError names the first that is not."""
     try:
         return kind.model_validate(fields)
@@ -337,7 +338,7 @@ def _clearest(fault: ValidationError) -> Mapping[str, Any]:
     return next((one for one in of_field if not one["type"].endswith("_type")), errors[0])
 
 
-def _place(error: Mapping[str, Any], fields: dict[str, Any]) -> list[str | int]:
+def _place(error: Mapping[str, Any], fields: JsonObject) -> list[str | int]:
     """Where in the request it is, without pydantic's own names for the types that a field may
     have."""
     place: list[str | int] = []
@@ -364,7 +365,7 @@ def check_supported(unsupported: str | None) -> None:
         raise ApiError(400, f"{name} is not supported; leave it out", "unsupported_field", name)
 
 
-def parse(raw: bytes) -> dict[str, Any]:
+def parse(raw: bytes) -> JsonObject:
     """A JSON object without the keys whose value is null, which ask for nothing. ApiError for
     anything else.
 

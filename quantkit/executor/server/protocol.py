@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.executor.sampling import grammar
 from quantkit.executor.sampling.grammar import MAX_GRAMMAR
 from quantkit.executor.sampling.params import (
@@ -41,10 +42,10 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 _MAX_TOKENS = (1 << 31) - 1
 
 Text = Annotated[str, Field(max_length=MAX_GRAMMAR)]
-Schema = dict[str, Any] | Text
+Schema = JsonObject | Text
 Options = Annotated[list[Text], Field(min_length=1, max_length=MAX_OPTIONS, fail_fast=True)]
 
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_ANY_OBJECT: JsonObject = {"type": "object"}
 
 HARMLESS = frozenset(
     {
@@ -93,7 +94,7 @@ RESERVED_VARIABLES = ("messages", "bos_token", "eos_token")
 
 
 def first_unsupported(
-    extra: dict[str, Any] | None, harmless: Collection[str], neutral: dict[str, tuple[Any, ...]]
+    extra: JsonObject | None, harmless: Collection[str], neutral: dict[str, tuple[Any, ...]]
 ) -> str | None:
     """The first of a request's undeclared fields that asks for something."""
     for name, value in (extra or {}).items():
@@ -114,9 +115,7 @@ class Exact(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-Messages = Annotated[
-    list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-]
+Messages = Annotated[list[JsonObject], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class NamedSchema(Exact):
@@ -124,7 +123,7 @@ class NamedSchema(Exact):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -152,7 +151,7 @@ class Structured(BaseModel):
     guided_grammar: Text | None = None
 
     @property
-    def answer_schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> JsonObject | None:
         """The schema that the answer fits, if JSON is asked for. Raises QuantkitError where two
         forms are."""
         kind, value = self._form
@@ -164,7 +163,7 @@ class Structured(BaseModel):
         kind, value = self._form
         if kind is None:
             return None
-        makers: dict[str, Any] = {
+        makers: JsonObject = {
             "schema": grammar.json_schema,
             "regex": grammar.regex,
             "choice": grammar.choice,
@@ -262,7 +261,7 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     separate_reasoning: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         default_factory=list
     )
@@ -382,7 +381,7 @@ def _response_format(request: ResponseFormat | None) -> list[tuple[str, Any]]:
 def _outputs(request: StructuredOutputs | None) -> list[tuple[str, Any]]:
     if request is None:
         return []
-    given: dict[str, Any] = {"schema": None if request.json_ is None else _schema(request.json_)}
+    given: JsonObject = {"schema": None if request.json_ is None else _schema(request.json_)}
     given |= {"regex": request.regex, "choice": request.choice, "grammar": request.grammar}
     found: list[tuple[str, Any]] = [
         (kind, value) for kind, value in given.items() if value is not None
@@ -390,7 +389,7 @@ def _outputs(request: StructuredOutputs | None) -> list[tuple[str, Any]]:
     return [*found, ("schema", _ANY_OBJECT)] if request.json_object else found
 
 
-def _schema(given: Schema) -> dict[str, Any]:
+def _schema(given: Schema) -> JsonObject:
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -401,7 +400,7 @@ def _schema(given: Schema) -> dict[str, Any]:
     return given
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(messages: list[JsonObject]) -> list[JsonObject]:
     """Messages with text contents: parts of type text are joined, everything else refused. Only the
     assistant, who may call tools, may
     say nothing: a message of another role without content has it under another name, and would
@@ -435,7 +434,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-def check_roles(messages: list[dict[str, Any]], text: str) -> None:
+def check_roles(messages: list[JsonObject], text: str) -> None:
     """Raises QuantkitError where the rendered conversation lacks the content of an unusual role
     said, whom most templates pass over."""
     for message in messages:

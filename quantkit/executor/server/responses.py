@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader, usage
 from quantkit.executor.server.intake import Prepared
@@ -32,7 +33,7 @@ _HARMLESS = HARMLESS | {"stream_options"}
 
 
 class TextOptions(Exact):
-    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+    format: JsonObject = Field(default_factory=lambda: {"type": "text"})
 
 
 class ResponsesRequest(BaseModel):
@@ -48,7 +49,7 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = None
     stream: bool = False
     text: TextOptions = Field(default_factory=TextOptions)
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+    tools: Annotated[list[JsonObject], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         default_factory=list
     )
     tool_choice: Any = "auto"
@@ -59,7 +60,7 @@ class ResponsesRequest(BaseModel):
         """The first field that would have to be ignored."""
         return first_unsupported(self.model_extra, _HARMLESS, _NEUTRAL)
 
-    def as_chat(self) -> dict[str, Any]:
+    def as_chat(self) -> JsonObject:
         """The fields of the chat request that asks the same. Raises QuantkitError for items and
         tools that are not known."""
         said = (
@@ -85,9 +86,9 @@ class ResponsesRequest(BaseModel):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _messages(items: list[JsonObject]) -> Iterator[JsonObject]:
     """Items of a conversation as messages; thoughts and calls that follow each other are one."""
-    open_message: dict[str, Any] = {}
+    open_message: JsonObject = {}
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
@@ -111,7 +112,7 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", **open_message}
 
 
-def _message(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+def _message(kind: str, item: JsonObject) -> JsonObject:
     if kind == "function_call_output":
         return {
             "role": "tool",
@@ -147,7 +148,7 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-def _tool(given: dict[str, Any]) -> dict[str, Any]:
+def _tool(given: JsonObject) -> JsonObject:
     if given.get("type") != "function":
         raise QuantkitError(
             f"tools of type {str(given.get('type'))[:100]} are not supported", "send functions"
@@ -166,7 +167,7 @@ def _choice(given: Any) -> Any:
     return given
 
 
-def _format(given: dict[str, Any]) -> dict[str, Any]:
+def _format(given: JsonObject) -> JsonObject:
     if given.get("type") != "json_schema":
         return given
     named = {name: value for name, value in given.items() if name != "type" and value is not None}
@@ -183,18 +184,18 @@ class ResponseAnswer:
         self._prepared, self._body, self._tokenizer, self._model = prepared, body, tokenizer, model
         self._created = int(time.time())
         self._reading = AnswerReader(prepared, separates=tokenizer.end_think is not None)
-        self._items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
+        self._items: list[JsonObject] = []
+        self._open: JsonObject | None = None
         self._sequence = 0
 
-    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
-        last: dict[str, Any] = {}
+    async def whole(self, stream: AnswerStream) -> JsonObject:
+        last: JsonObject = {}
         async for event in self.events(stream):
             last = event
-        response: dict[str, Any] = last["response"]
+        response: JsonObject = last["response"]
         return response
 
-    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stream: AnswerStream) -> AsyncIterator[JsonObject]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
         async for piece in stream:
@@ -207,7 +208,7 @@ class ResponseAnswer:
                 status = "incomplete" if done.finish_reason == "length" else "completed"
                 yield self._event(f"response.{status}", response=self._response(status, done))
 
-    def _parts(self, parts: AnswerParts) -> Iterator[dict[str, Any]]:
+    def _parts(self, parts: AnswerParts) -> Iterator[JsonObject]:
         if parts.reasoning:
             yield from self._goes_on("reasoning", parts.reasoning)
         if parts.content:
@@ -228,19 +229,19 @@ class ResponseAnswer:
             if call.arguments:
                 yield self._about("response.function_call_arguments.delta", delta=call.arguments)
 
-    def _goes_on(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+    def _goes_on(self, kind: str, text: str) -> Iterator[JsonObject]:
         """More text of an item, which begins where another one was open."""
         if self._open is None or self._open["type"] != kind:
             yield from self._begin(_text_item(kind))
             yield self._about("response.content_part.added", content_index=0, part=_part(kind, ""))
         assert self._open is not None, kind
         self._open["content"][0]["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        more: JsonObject = {"logprobs": []} if kind == "message" else {}
         yield self._about(
             f"response.{_TEXT_EVENTS[kind]}.delta", content_index=0, delta=text, **more
         )
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _begin(self, item: JsonObject) -> Iterator[JsonObject]:
         yield from self._close()
         shown = {**item, "content": []} if "content" in item else dict(item)
         self._items.append(item)
@@ -249,7 +250,7 @@ class ResponseAnswer:
             "response.output_item.added", output_index=len(self._items) - 1, item=shown
         )
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[JsonObject]:
         """The open item is complete."""
         item = self._open
         if item is None:
@@ -263,7 +264,7 @@ class ResponseAnswer:
             )
         else:
             text = item["content"][0]["text"]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more: JsonObject = {"logprobs": []} if item["type"] == "message" else {}
             yield self._about(
                 f"response.{_TEXT_EVENTS[item['type']]}.done", content_index=0, text=text, **more
             )
@@ -273,18 +274,18 @@ class ResponseAnswer:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._open = None
 
-    def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _about(self, kind: str, **fields: Any) -> JsonObject:
         """An event of the open item."""
         assert self._open is not None, kind
         return self._event(
             kind, item_id=self._open["id"], output_index=len(self._items) - 1, **fields
         )
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
-    def _response(self, status: str, done: Completion | None = None) -> dict[str, Any]:
+    def _response(self, status: str, done: Completion | None = None) -> JsonObject:
         body = self._body
         return {
             "id": self.id,
@@ -315,23 +316,23 @@ class ResponseAnswer:
 _TEXT_EVENTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> JsonObject:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _text_item(kind: str) -> dict[str, Any]:
+def _text_item(kind: str) -> JsonObject:
     item = {
         "type": kind,
         "id": f"{'rs' if kind == 'reasoning' else 'msg'}_{uuid.uuid4().hex}",
         "status": "in_progress",
     }
-    more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+    more: JsonObject = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
     return {**item, **more, "content": [_part(kind, "")]}
 
 
-def _usage(done: Completion, tokenizer: ChatTokenizer, inside: bool) -> dict[str, Any]:
+def _usage(done: Completion, tokenizer: ChatTokenizer, inside: bool) -> JsonObject:
     counted = usage([done], 1, tokenizer.end_think, inside=inside)
     return {
         "input_tokens": counted["prompt_tokens"],

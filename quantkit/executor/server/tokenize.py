@@ -1,11 +1,12 @@
 """/tokenize and /detokenize, as vLLM has them."""
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.executor.server.intake import ApiError, Intake, or_refuse, parse, valid
 from quantkit.executor.server.protocol import Exact, Messages, chat_messages
 
@@ -22,8 +23,8 @@ class TokenizeRequest(Exact):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    tools: list[JsonObject] = Field(default_factory=list)
 
 
 class DetokenizeRequest(Exact):
@@ -31,7 +32,7 @@ class DetokenizeRequest(Exact):
     tokens: Annotated[list[int], Field(max_length=_MAX_IDS, fail_fast=True)]
 
 
-def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
+def tokenize(intake: Intake, raw: bytes) -> JsonObject:
     """Raises ApiError, or QuantkitError, for what has no tokens."""
     body = valid(parse(raw), TokenizeRequest)
     intake.check_model(body.model)
@@ -41,7 +42,7 @@ def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
             "the request holds neither or both of prompt and messages", "send one of them"
         )
     if body.messages is not None:
-        variables: dict[str, Any] = {
+        variables: JsonObject = {
             "add_generation_prompt": body.add_generation_prompt,
             **body.chat_template_kwargs,
         }
@@ -60,7 +61,7 @@ def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
     }
 
 
-def detokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
+def detokenize(intake: Intake, raw: bytes) -> JsonObject:
     """Raises ApiError, or QuantkitError, for what is no text."""
     body = valid(parse(raw), DetokenizeRequest)
     intake.check_model(body.model)

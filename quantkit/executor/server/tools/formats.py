@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.result import JsonObject
 from quantkit.executor.server.tools.parsers import CallReader, HeadedReader, JsonReader, XmlReader
 
 if TYPE_CHECKING:  # `serve --help` asks for the formats' names
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # `serve --help` asks for the formats' names
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NOTHING: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = ("none", "auto", "required")
 
 
@@ -39,7 +40,7 @@ class Tool:
     where the model calls of itself."""
 
     name: str
-    parameters: dict[str, Any]
+    parameters: JsonObject
     strict: bool
 
 
@@ -52,7 +53,7 @@ class ToolUse:
     """
 
     tools: tuple[Tool, ...] = ()
-    shown: tuple[dict[str, Any], ...] = ()
+    shown: tuple[JsonObject, ...] = ()
     forced: tuple[Tool, ...] = ()
     parallel: bool = True
 
@@ -186,7 +187,7 @@ def _headed(head: str, tail: str = "") -> Callable[[tuple[Tool, ...]], CallReade
     return lambda tools: HeadedReader(pattern, tail)
 
 
-_DEEPSEEK_MARKS: dict[str, Any] = {
+_DEEPSEEK_MARKS: JsonObject = {
     "section": (_DEEPSEEK["calls_begin"], _DEEPSEEK["calls_end"]),
     "call": (_DEEPSEEK["call_begin"], _DEEPSEEK["call_end"]),
 }
@@ -295,7 +296,7 @@ class ToolTemplate:
             )
         return form
 
-    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def messages(self, messages: list[JsonObject]) -> list[JsonObject]:
         """The messages with the arguments of earlier calls as the template wants them: objects, or
         JSON text."""
         if not any(message.get("tool_calls") for message in messages):
@@ -322,11 +323,11 @@ class ToolTemplate:
             return False
         return "key" in text and "{'key'" not in text
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[JsonObject]) -> str:
         return self._tokenizer.render(messages, tools=[_TOOL])
 
 
-def _with_arguments(message: dict[str, Any], as_objects: bool) -> dict[str, Any]:
+def _with_arguments(message: JsonObject, as_objects: bool) -> JsonObject:
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -338,7 +339,7 @@ def _with_arguments(message: dict[str, Any], as_objects: bool) -> dict[str, Any]
     }
 
 
-def _function(function: dict[str, Any], as_objects: bool) -> dict[str, Any]:
+def _function(function: JsonObject, as_objects: bool) -> JsonObject:
     arguments = function.get("arguments") or "{}"
     if as_objects and isinstance(arguments, str):
         try:

@@ -2,10 +2,10 @@
 
 import json
 import re
-from typing import Any
 
 from tokenizers import Tokenizer
 
+from quantkit.common.result import JsonObject
 from quantkit.executor.sampling.grammar import SPACES, lark
 from quantkit.executor.server.tools.formats import Tool, ToolFormat, ToolUse
 from quantkit.executor.server.tools.parsers import takes_text
@@ -13,13 +13,13 @@ from quantkit.executor.server.tools.parsers import takes_text
 _TEXT = "TEXT: /(.|\\n)*/"
 
 
-def schema_term(schema: dict[str, Any]) -> str:
+def schema_term(schema: JsonObject) -> str:
     """A schema as a term of a Lark grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': SPACES})}"
 
 
 def calls_grammar(
-    form: ToolFormat, use: ToolUse, tokenizer: Tokenizer, answer: dict[str, Any] | None
+    form: ToolFormat, use: ToolUse, tokenizer: Tokenizer, answer: JsonObject | None
 ) -> str | None:
     """What an answer to a request with tools may be; None where anything may be.
 
@@ -110,7 +110,7 @@ class _Writer:
         )
         return f"{self._literal(head)} {arguments} {self._literal(tail)}"
 
-    def _elements(self, schema: dict[str, Any], place: int) -> str:
+    def _elements(self, schema: JsonObject, place: int) -> str:
         """<parameter=KEY> elements, in the schema's order; those that are not required may be left
         out."""
         terms = []
