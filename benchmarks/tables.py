@@ -150,11 +150,15 @@ def loader_matrix() -> str:
             results = loader_results_of(profile, load)
             loaded = ""
             if results and all(one.holds for one in results):
-                models = sorted({model for one in results for model in one.models})
-                loaded = (
-                    f"loaded by {profile.engine} {results[0].release} on a CPU, ranks "
-                    f"{results[0].ranks}, {results[0].date}: `make test-loaders` "
-                    f"({', '.join(models)})"
+                models: dict[str, set[str]] = {}
+                for one in results:
+                    models.setdefault(
+                        f"{one.release} on a CPU, ranks {one.ranks}, {one.date}", set()
+                    ).update(one.models)
+                loaded = "; ".join(
+                    f"loaded by {profile.engine} {when}: `make test-loaders` "
+                    f"({', '.join(sorted(own))})"
+                    for when, own in models.items()
                 )
             if load.run:
                 known = "; ".join(filter(None, [f"{known}: `{load.run}`", loaded]))

@@ -427,13 +427,15 @@ def _speculation(
 ) -> Command:
     if not draft_length:
         return ()
-    profile, format = find_engine(recipe.engine), checkpoint.format.name
-    if not profile.loads_drafts(checkpoint.config.get("model_type"), format):
+    model_type, stored = checkpoint.config.get("model_type"), checkpoint.format
+    block = checkpoint.has(DSPARK)
+    if not find_engine(recipe.engine).loads_drafts(model_type, stored.name, stored.variant, block):
         raise QuantkitError(
-            f"{recipe.engine} does not load the layers of {checkpoint.path} that draft in {format}",
+            f"{recipe.engine} does not load the layers of {checkpoint.path} that draft in "
+            f"{stored.name}",
             "leave out --draft-length",
         )
-    if checkpoint.has(DSPARK):
+    if block:
         return _block_speculation(recipe, topology, checkpoint, model, draft_length)
     if not recipe.speculation:
         raise QuantkitError(

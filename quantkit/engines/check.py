@@ -17,6 +17,7 @@ from quantkit.engines.profiles import (
 )
 from quantkit.engines.rule_check import RuleCheck
 from quantkit.models import is_known
+from quantkit.models.mtp import DSPARK
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 
@@ -173,8 +174,9 @@ def check_model(
 
 
 def _check_drafts(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadProblem]:
-    model_type, format = checkpoint.config.get("model_type"), checkpoint.format.name
-    if profile.loads_drafts(model_type, format):
+    model_type, stored = checkpoint.config.get("model_type"), checkpoint.format
+    format, block = stored.name, checkpoint.has(DSPARK)
+    if profile.loads_drafts(model_type, format, stored.variant, block):
         return []
     if not any(row.mtp and checkpoint.has(row.name) for row in read_model(checkpoint).rows):
         return []

@@ -147,7 +147,8 @@ class EngineProfile(Strict):
     By model_type in config.json: `config`, keys that must have this value; `reads`, keys that must
     exist under this name; `formats`, the formats in which it is loaded, if not all of `loads`, with the
     variant if not in all of them; `parts`, those that its code quantizes, if not all that a rule
-    has; `drafts`, the formats in which it loads MTP layers or a DSpark head, if not all.
+    has; `drafts` and `heads`, the formats in which it loads MTP layers and a DSpark head, if not
+    all.
     """
 
     engine: str
@@ -160,6 +161,7 @@ class EngineProfile(Strict):
     formats: dict[str, tuple[str, ...]] = Field({})
     parts: dict[str, tuple[Part, ...]] = Field({})
     drafts: dict[str, tuple[str, ...]] = Field({})
+    heads: dict[str, tuple[str, ...]] = Field({})
     # Model types whose head its code never quantizes, and those whose embedding it does, in rules that
     # have the part.
     plain_heads: tuple[str, ...] = ()
@@ -198,9 +200,11 @@ class EngineProfile(Strict):
         fields = {name: kept(getattr(rule, name)) for name in ("may", "must", "four_bits")}
         return rule.model_copy(update=fields)
 
-    def loads_drafts(self, model_type: object, format: str) -> bool:
-        """Whether it loads what drafts tokens in a checkpoint of this format."""
-        return format in self.drafts.get(str(model_type), (format,))
+    def loads_drafts(self, model_type: object, format: str, variant: str, block: bool) -> bool:
+        """Whether it loads what drafts tokens in a checkpoint of this format: a DSpark head if
+        `block`, else MTP layers."""
+        listed = (self.heads if block else self.drafts).get(str(model_type), (format,))
+        return bool({format, f"{format} {variant}"} & {*listed})
 
     def shape_rules(self, format: str, grid: Grid, device: Device | None) -> list[ShapeRule]:
         """Those for linears of a format on a grid; without a device, of the only one that loads

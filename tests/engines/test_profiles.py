@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from edited import edited
-from make_model import random_tensors, tiny_config
+from make_model import CONFIGS, random_tensors, tiny_config
 from packed_model import write_packed
 from refused import refused
 from safetensors.torch import load_file, save_file
@@ -135,7 +135,7 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
     """vLLM builds GLM-5.3-Flash's attention without the checkpoint's quantization; SGLang renames
     scales of Hy4; of Kimi-K3 vLLM reads experts in MXFP4 alone; it joins
     Qwen3.8-Flash-Next's q, k and v with its indexer's linear. Of DeepSeek-V4 SGLang loads nothing that is
-    quantized here, and vLLM no draft layer."""
+    quantized here. SGLang has defaults of its own for keys of both."""
 
     def written(source, name, out, format="auto", engine=None):
         recipe = Recipe(scheme=name, methods=())
@@ -154,6 +154,14 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
         checkpoint = Checkpoint.open(own)
         rows = {row.module: row for row in read_model(checkpoint).rows}
         assert {part_of(rows[one]) for one in checkpoint.linears} == parts
+    keys = {"mhc": True, "swiglu_limit": 10.0, "full_attention_interval": 4}
+    for family, lacks in (("glm5_next", "mhc = None"), ("qwen4_exp", "sglang reads full_att")):
+        asked = (tmp_path / family, "rtn-w4a16", f"{family}-sglang", "awq", "sglang")
+        with refused(lacks):
+            written(*asked)
+        with edited(tmp_path / family / "config.json") as config:
+            config["text_config"].update(keys)
+        assert not errors("sglang", written(*asked))
     with refused("compressed-tensors mxfp4-pack-quantized and dense"):
         written(source, "rtn-w4a16", "awq4", engine="vllm")
     told = errors("vllm", written(tmp_path / "glm5_next", "rtn-w4a16", "whole"))
@@ -165,10 +173,11 @@ def test_parts_and_formats_may_be_a_models_own(tmp_path):
             config.get("text_config", config).update(named)
         own = written(source, "rtn-w4a16", f"{family}-vllm", engine="vllm")
         assert not errors("vllm", own)
-        drafts = family == "deepseek_v4"  # the other's has no head here
-        assert warns("vllm", own, f"the layers of {family} that draft in awq") == drafts
+        assert not warns("vllm", own, "that draft in awq")  # no head, and an MTP layer
         assert errors("sglang", own)
     named = ("deepseek_v4-npu", "modelslim", "vllm-ascend")
+    with edited(tmp_path / "deepseek_v4" / "config.json") as config:
+        config.update(CONFIGS["loaded"]["deepseek_v4"] | {key: config[key] for key in {*config}})
     own = written(tmp_path / "deepseek_v4", "int8-a8w8c16", *named)
     assert not errors("vllm-ascend", own)
     source = write(tmp_path / "kimi_linear", "kimi_linear")

@@ -60,6 +60,8 @@ def linear(name, module, config, bits=4):
     sizes = getattr(module, "output_partition_sizes", None) or [rows]
     if len(sizes) < len(names):  # a replicated linear that two were joined to
         sizes = [config.q_lora_rank, rows - config.q_lora_rank]
+    joined = len(sizes) - len(names)  # the first of the names has several of them
+    sizes = [sum(sizes[: joined + 1]), *sizes[joined + 1 :]]
     found = (
         {}
         if bias is None

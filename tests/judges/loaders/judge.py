@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,10 +28,11 @@ RESULT = ROOT / "recipes" / "engines" / "loaded.json"
 for folder in (HERE.parent.parent, HERE.parent, HERE):
     sys.path.insert(0, str(folder))
 
+import tiny_models
 import torch
 from compare import Rank, faults
 from dense_models import DENSE, EXPERTS, random_weights
-from make_model import write_dense
+from make_model import CONFIGS, write_dense
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibrate.recipe import Recipe
@@ -40,12 +42,24 @@ from quantkit.grids.int_groups import IntWeight
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 
+LOADED = CONFIGS["loaded"]
 WIDTHS = {"moe_intermediate_size": 512, "intermediate_size": 1024}  # groups of 128 over four ranks
+
+
+def _as_released(family):
+    """The tiny model with sizes that kernels ask for, and keys of the release that an engine has
+    another default for."""
+    tiny, own = tiny_models.CONFIGS[family], LOADED[family]
+    text = {**tiny.get("text_config", {}), **own.get("text_config", {})}
+    return {**tiny, **own, **({"text_config": text} if text else {})}
+
+
 MODELS = {
     "deepseek_v3": {**EXPERTS["deepseek_v3"], **WIDTHS},
     "pangu_ultra_moe": {**EXPERTS["pangu_ultra_moe"], **WIDTHS},
     "qwen3_moe": {**EXPERTS["qwen3_moe"], **WIDTHS, "num_attention_heads": 8},
     "qwen3": {**DENSE["qwen3"], **WIDTHS, "num_attention_heads": 8},
+    **{family: _as_released(family) for family in LOADED},
 }
 RANKS = (Rank(0, 4), Rank(3, 4))
 DEVICES = {
@@ -74,7 +88,8 @@ class Case:
 
     @property
     def kind(self):
-        return self.engine, self.device, self.scheme, self.format, self.plugin
+        """What one entry of the result file is about."""
+        return self.engine, self.device, self.scheme, self.format, self.plugin, ranks(self.model)
 
     @property
     def chosen(self):
@@ -99,9 +114,9 @@ int4-w4a8 modelslim
 w8a16 compressed-tensors
 """.strip().splitlines()
 ]
-# What an engine has no class for, or, vLLM's, whose config transformers does not know; and where
-# there is nothing to quantize.
-WITHOUT = {"sglang": ("pangu_ultra_moe",), "vllm": ("pangu_ultra_moe",)}
+# What an engine has no class for, or, vLLM's, whose config transformers does not know, or which it
+# does not make without a vision tower's processor; and where there is nothing to quantize.
+WITHOUT = {"sglang": ("pangu_ultra_moe",), "vllm": ("pangu_ultra_moe", "glm5_next", "qwen4_exp")}
 # Linears in groups that vllm-ascend takes by quantkit's plugin, and for which engine they are written: int4 with zero points and without,
 # int8, and AWQ's layout with its experts.
 PLUGIN = {
@@ -120,19 +135,27 @@ EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sg
 UNUSED = {
     "vllm": r"\.((w13_|w2_)?(weight_(g_idx|shape)|input_(global_)?scale)|[qkv]_(scale|zero_point)|prob_scale) ",
     "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
-    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
+    "sglang": r"\.(ngram_embedding\.weight|"
+    r"(w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
 }
+
+
+def ranks(model):
+    """Of a recurrence, whose heads lie side by side in one tensor, the only one."""
+    return (Rank(0, 1),) if "text_config" in MODELS[model] else RANKS
 
 
 def cases(engine):
     for device in DEVICES[engine]:
         for scheme, format in SCHEMES:
-            if not any(
-                load.format == format and device in load.devices and _holds(load, scheme)
+            loads = [
+                load
                 for load in find_engine(engine).loads
-            ):
-                continue
-            for model in MODELS:
+                if load.format == format and device in load.devices and _holds(load, scheme)
+            ]
+            for model in MODELS if loads else ():
+                if model in LOADED and not _takes(find_engine(engine), model, loads):
+                    continue
                 codes = find_scheme(scheme).cache
                 nothing = model == "qwen3" and (engine, scheme) in EXPERTS_ONLY
                 nothing = nothing or (
@@ -145,15 +168,30 @@ def cases(engine):
             yield Case(engine, "npu", scheme, format, model, plugin=True)
 
 
+def _takes(profile, model, loads):
+    """Whether the engine has the model and takes it by one of the rules."""
+    names = {name for load in loads for name in (load.format, f"{load.format} {load.variant}")}
+    listed = profile.formats.get(model, names)
+    return model in profile.architectures and bool(names & {*listed})
+
+
 def _holds(load, scheme):
     wanted = find_scheme(scheme).weight.engine_name
     return wanted in load.grids or (wanted == "int4-asymmetric" and "int4-symmetric" in load.grids)
 
 
 def write(case, directory):
-    source, out = directory / f"{case.model}-source", case.written(directory)
+    drafts = case.plugin or find_engine(case.engine).loads_drafts(
+        case.model, case.format, case.chosen.rule.variant, block=False
+    )
+    source = directory / f"{case.model}{'' if drafts else '-without-drafts'}-source"
+    out = case.written(directory)
     if not source.exists():
-        write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
+        config = deepcopy(MODELS[case.model])
+        if not drafts:
+            config.get("text_config", config)["num_nextn_predict_layers"] = 0
+        drawn = tiny_models.random_tensors if case.model in LOADED else random_weights
+        write_dense(source, config, drawn(config))
     if not (out / "config.json").exists():
         # Loaders read what was written, whatever it was written from: rounded to nearest, but
         # for the steps of a cache, which calibration finds.
@@ -257,7 +295,7 @@ def verdict(engine, job, judged):
     return found + faults(judged, pieces, Rank(job["rank"], job["of"]), told["unread"])
 
 
-def targets(path):
+def targets(path, damages):
     """What to damage, and how: each tensor that one expert's weight is stored as."""
     tensors = {
         name: tensor
@@ -267,7 +305,7 @@ def targets(path):
     within = {
         name: tensor
         for name, tensor in tensors.items()
-        if re.search(r"\.1\.mlp\.(experts\.5\.)?down_proj\.", name)
+        if re.search(r"\.1\.(mlp|ffn)\.(experts\.3\.)?(down_proj|w2)\.", name)
     }
     within |= {name: tensor for name, tensor in tensors.items() if ".1.self_attn.fa_k." in name}
     read = {
@@ -278,7 +316,7 @@ def targets(path):
     return [
         (name, damage)
         for name, tensor in read.items()
-        for damage in DAMAGES
+        for damage in damages
         if damage != "transposed" or tensor.numel() > 1
     ]
 
@@ -286,7 +324,9 @@ def targets(path):
 def judge(engine, python, directory, asked):
     """Whether each case was loaded right, by rank."""
     whole = {
-        (case, rank): job(case, write(case, directory), rank) for case in asked for rank in RANKS
+        (case, rank): job(case, write(case, directory), rank)
+        for case in asked
+        for rank in ranks(case.model)
     }
     run(engine, python, list(whole.values()))
     right = {}
@@ -303,14 +343,16 @@ def judge(engine, python, directory, asked):
 
 def controls(engine, python, directory, asked):
     """Whether each fault that was made in a checkpoint of each format was found: in every tensor of
-    one expert's weight."""
+    one expert's weight, of models with names of their own a changed value."""
     tried = {
         (case, f"{name} {damage}"): job(
-            case, damaged(case.written(directory), damage, name), RANKS[1]
+            case, damaged(case.written(directory), damage, name), ranks(case.model)[-1]
         )
         for case in asked
-        if case.model == "deepseek_v3" or case.plugin
-        for name, damage in targets(case.written(directory))
+        if case.model in ("deepseek_v3", *LOADED) or case.plugin
+        for name, damage in targets(
+            case.written(directory), ("changed",) if case.model in LOADED else DAMAGES
+        )
     }
     run(engine, python, list(tried.values()))
     found = {}
@@ -326,7 +368,8 @@ def controls(engine, python, directory, asked):
 
 
 def summed(right, found):
-    """The result file's entries: one for each format on one grid that the engine loads by itself."""
+    """The result file's entries: one for each format on one grid that the engine loads by itself, as
+    some ranks."""
     entries = []
     for key in dict.fromkeys(case.kind for case, _ in right if not case.plugin):
         held = {(case, rank): good for (case, rank), good in right.items() if case.kind == key}
@@ -342,7 +385,7 @@ def summed(right, found):
                 "variant": chosen.rule.variant,
                 "grid": chosen.grid.engine_name,
                 "models": list(dict.fromkeys(case.model for case, _ in held)),
-                "ranks": f"{' and '.join(str(rank.number) for rank in RANKS)} of {RANKS[0].of}",
+                "ranks": f"{' and '.join(str(rank.number) for rank in key[-1])} of {key[-1][0].of}",
                 "loads": len(held),
                 "right": sum(held.values()),
                 "faults": len(made),

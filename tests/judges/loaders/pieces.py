@@ -9,6 +9,7 @@ value is a tensor that is not quantized.
 import gc
 import json
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -23,7 +24,39 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
+    "fused_wkv_wgate": ("wkv", "wgate"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "qkv_conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    "wk_weights_proj": ("wk", "weights_proj"),
 }
+# By family: what engines call modules, and the release.
+_TEXT = {r"^model\.": "model.language_model."}
+RELEASED = {
+    "deepseek_v4": {
+        r"^lm_head": "head",
+        r"^model\.(embed_tokens|embed)\b": "embed",
+        r"^model\.(?!layers)": "",
+        r"^model\.layers": "layers",
+        r"\.self_attn\.": ".attn.",
+        r"\.mlp\.": ".ffn.",
+        r"\.input_layernorm": ".attn_norm",
+        r"\.post_attention_layernorm": ".ffn_norm",
+        r"\.shared_head\.norm": ".norm",
+        r"\.gate_proj": ".w1",
+        r"\.down_proj": ".w2",
+        r"\.up_proj": ".w3",
+        r"\.gate\.e_score_correction_bias": ".gate.bias",
+    },
+    "glm5_next": _TEXT | {r"\.experts\.SHARED\.": ".shared_experts."},
+    "qwen4_exp": {
+        **_TEXT,
+        r"(layers\.\d+\.)([qkvo]_(proj|norm)|indexer)": r"\1self_attn.\2",
+    },
+}
+# Held a second time: the main model's head, what a recurrence reads; and parts of a table joined.
+TWICE = r"shared_head\.head\||\.attn\.(A_log|dt_bias)\||\.dsa_attn\.|ngram_embedding\|"
 E2M1 = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 )
@@ -60,8 +93,32 @@ def e2m1_along_last(pairs):
     return E2M1[torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).long()]
 
 
+def released(pieces, config):
+    """By the release's names. Of DeepSeek-V4 MTP layers are apart and have no head, and sinks are of
+    the rank's own heads: kernels have padded ones, and vllm-ascend's a product for each group of
+    heads. SGLang makes GLM-5.3's shared expert the last of the routed ones."""
+    names, found = RELEASED.get(config["model_type"], {}), {}
+    first = f"layers.{config.get('num_hidden_layers')}."
+    shared = f".experts.{config.get('n_routed_experts')}."
+    for name, tensor in pieces.items():
+        name = name.replace(shared, ".experts.SHARED.")
+        for engine, own in names.items():
+            name = re.sub(engine, own, name)
+        if config["model_type"] == "deepseek_v4":
+            name = name.replace(first, "mtp.0.")
+        tensor = tensor[tensor.isfinite()] if name.endswith("attn_sink|value") else tensor
+        if name.endswith("wo_a|value") and tensor.dim() == 3:
+            tensor = tensor.mT.flatten(0, 1)
+        tensor = tensor.flatten() if name.endswith("A_log|value") else tensor
+        if not names or not re.search(TWICE, name):
+            found[name] = tensor
+    return found
+
+
 def plain_pieces(name, module):
     own = dict(module.named_parameters(recurse=False))
+    if name.endswith(".ple_embedding"):  # numbers of a hash
+        own |= dict(module.named_buffers(recurse=False))
     return {
         f"{name}.{key}".removesuffix(".weight").lstrip(".") + "|value": value
         for key, value in own.items()

@@ -34,8 +34,9 @@ ABSENT += (
     "deep_ep humming"
 )
 absent(*ABSENT.split())
+import deep_gemm
 import torch.distributed as dist
-from hopper import OnTheCpu, held_parts, linear
+from hopper import HOPPER, OnTheCpu, held_parts, linear
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NEXTN = re.compile(r"^model\.(decoder\.|(?=enorm|hnorm|eh_proj|shared_head))")
@@ -64,7 +65,7 @@ import sglang.srt.models.deepseek_nextn
 import sglang.srt.models.deepseek_v2
 import sglang.srt.models.qwen3
 import sglang.srt.models.qwen3_moe  # noqa: F401
-from pieces import expert_pieces, plain_pieces, run_forked, sides
+from pieces import expert_pieces, plain_pieces, released, run_forked, sides
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -132,15 +133,18 @@ def load(job):
     with OnTheCpu():
         args = start(job)
         config = ModelConfig.from_server_args(args)
+        config.hf_config.language_only = config.hf_config.language_model_only = True
         get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
         layers = json.loads((Path(job["path"]) / "config.json").read_text())
+        layers = layers.get("text_config", {}) | layers
         if layers.get("num_nextn_predict_layers", 0):
             draft = ModelConfig.from_server_args(args, is_draft_model=True)
             get_model(
                 model_config=draft, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
             )
     mtp = f"model.layers.{layers['num_hidden_layers']}"
-    return loads.told(), {NEXTN.sub(f"{mtp}.", name): piece for name, piece in found.items()}
+    found = {NEXTN.sub(f"{mtp}.", name): piece for name, piece in found.items()}
+    return loads.told(), released(found, layers)
 
 
 def pieces_of(model):
@@ -160,6 +164,7 @@ def pieces_of(model):
 
 
 def main():
+    deep_gemm.get_num_sms = lambda: HOPPER.multi_processor_count
     deepseek_weights.concurrent.futures.ThreadPoolExecutor = AtOnce
     run_forked(json.load(sys.stdin), load)
 

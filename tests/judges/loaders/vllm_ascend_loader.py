@@ -23,7 +23,7 @@ os.environ |= {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "ascend",
+    "VLLM_PLUGINS": "ascend,ascend_model",
 }
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch_npu
 from pangu_config import PanguConfig
-from pieces import expert_pieces, int4_along_last, linear_names, plain_pieces
+from pieces import expert_pieces, int4_along_last, linear_names, plain_pieces, released
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
@@ -104,10 +104,9 @@ def start(config, rank, of):
 
 def load(job):
     if job["plugin"]:
-        os.environ["VLLM_PLUGINS"] = "ascend,quantkit_ascend"
-    has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get(
-        "num_nextn_predict_layers", 0
-    )
+        os.environ["VLLM_PLUGINS"] = "ascend,ascend_model,quantkit_ascend"
+    about = json.loads((Path(job["path"]) / "config.json").read_text())
+    has_mtp = about.get("num_nextn_predict_layers", 0)
     config = EngineArgs(
         model=job["path"],
         quantization=job["quantization"],
@@ -121,16 +120,20 @@ def load(job):
     ).create_engine_config()
     config.device_config.device = torch.device("cpu")
     loads = Loads()
-    loads.watch_vllm(DefaultModelLoader)
+    v4 = about["model_type"] == "deepseek_v4"  # its MTP layer gets the model's own
+    shared = ("model.embed_tokens.", "model.layers.0.shared_head.head.") if v4 else ()
+    loads.watch_vllm(DefaultModelLoader, shared=shared)
     found = {}
     with set_current_vllm_config(config):
         start(config, job["rank"], job["of"])
         found |= pieces_of(get_model(vllm_config=config))
         if has_mtp:
-            found |= {
-                name: tensor for name, tensor in draft_pieces(config).items() if name not in found
-            }
-    return loads.told(), found
+            drafts = draft_pieces(config)
+            if v4:
+                first = f"layers.{about['num_hidden_layers']}."
+                drafts = {name.replace("layers.0.", first): one for name, one in drafts.items()}
+            found = drafts | found
+    return loads.told(), released(found, about)
 
 
 def draft_pieces(config):
@@ -207,12 +210,8 @@ def linear(name, module):
     if module.bias is not None:
         for own, piece in zip(linear_names(name), module.bias.split(sizes), strict=True):
             found[f"{own}.bias|value"] = piece
-    correction = getattr(module, "e_score_correction_bias", None)
-    return (
-        found
-        if correction is None
-        else {**found, f"{name}.e_score_correction_bias|value": correction}
-    )
+    of_router = {key: getattr(module, key, None) for key in ("e_score_correction_bias", "tid2eid")}
+    return found | {f"{name}.{key}|value": one for key, one in of_router.items() if one is not None}
 
 
 def experts(module):

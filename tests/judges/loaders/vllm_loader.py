@@ -41,7 +41,7 @@ absent(
 import torch
 import torch.distributed as dist
 from hopper import OnTheCpu, held_parts, linear
-from pieces import expert_pieces, plain_pieces, run_forked, sides
+from pieces import expert_pieces, plain_pieces, released, run_forked, sides
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _operator = torch._ops._OpNamespace.__getattr__
@@ -68,9 +68,12 @@ from vllm.model_executor.model_loader import base_loader, get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from watched import Loads
 
+OF_ROUTER = ("e_score_correction_bias", "tid2eid")
+
 
 def load(job):
     about = json.loads((Path(job["path"]) / "config.json").read_text())
+    about = about.get("text_config", {}) | about
     torch._ops._OpNamespace.__getattr__ = lambda own, name: (
         (lambda *_: True) if own.name in ("_C", "_moe_C") else _operator(own, name)
     )
@@ -83,7 +86,11 @@ def load(job):
         for name, piece in pieces_of(model).items():
             found.setdefault(name.replace(".mtp_block", ""), piece.clone())
 
-    loads.watch_vllm(DefaultModelLoader, tell)
+    v4 = about["model_type"] == "deepseek_v4"
+    # Its MTP layer gets the model's own.
+    drawn = f"model.layers.{about['num_hidden_layers']}.shared_head.head."
+    shared = ("model.embed_tokens.", drawn) if v4 else ()
+    loads.watch_vllm(DefaultModelLoader, tell, shared)
     PassConfig.default_fi_allreduce_fusion_max_size_mb = staticmethod(dict)
     base_loader.process_weights_after_loading = lambda *_, **__: None
     NonNvmlCudaPlatform.get_device_communicator_cls = (
@@ -117,7 +124,7 @@ def load(job):
             if config.speculative_config is not None:
                 drafter = config.speculative_config.draft_model_config
                 get_model(vllm_config=config, model_config=drafter)
-    return loads.told(), found
+    return loads.told(), released(found, about)
 
 
 def pieces_of(model):
@@ -131,10 +138,8 @@ def pieces_of(model):
             found |= expert_pieces(name.removesuffix(".routed_experts"), *parts)
         elif isinstance(module, LinearBase):
             bits = getattr(getattr(module, "scheme", None), "num_bits", 4)
-            correction = held.pop("e_score_correction_bias", None)
             found |= linear(name, module, model.config, bits)
-            if correction is not None:
-                found[f"{name}.e_score_correction_bias|value"] = correction
+            found |= {f"{name}.{key}|value": held[key] for key in OF_ROUTER if key in held}
         else:
             found |= plain_pieces(name, module)
     return found

@@ -94,7 +94,7 @@ class Loads:
         self.used |= watch.used
         self.untouched += [name for name in watch.untouched() if not name.startswith(shared)]
 
-    def watch_vllm(self, loader, then=id):
+    def watch_vllm(self, loader, then=id, shared=()):
         """Every load of vLLM's DefaultModelLoader, `loader`; then: called with the loaded model."""
         plain = loader.load_weights
 
@@ -105,7 +105,7 @@ class Loads:
                 own.get_all_weights = lambda *asked: reading(every(*asked))
                 plain(own, model, model_config)
 
-            self.watch(model, load)
+            self.watch(model, load, shared)
             then(model)
 
         loader.load_weights = load_weights
