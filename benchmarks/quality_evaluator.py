@@ -90,6 +90,7 @@ class Decoded:
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         assert gating == SILU, gating
+        gating = gating.rotated(self.input_rotation(f"{prefix}.0.down_proj"))
         sides = [
             [self.linear(f"{prefix}.{e}.{side}_proj") for side in ("gate", "up", "down")]
             for e in range(num_experts)
@@ -104,7 +105,7 @@ class Decoded:
                 total.index_add_(
                     0,
                     tokens,
-                    down(F.silu(gate(mine)) * up(mine)) * topk_weights[tokens, slots, None],
+                    down(gating(gate(mine), up(mine))) * topk_weights[tokens, slots, None],
                 )
             return total
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit_kernels.hadamard import block_hadamard
+
 
 def sigmoid(x: Tensor) -> Tensor:
     """Of x, in its dtype. On a CPU by exp: torch's own computes the last elements of a tensor by
@@ -51,6 +53,10 @@ class Gating:
         """Whether a scale can move from up's rows to down's columns."""
         return self.limit is None and self.shift == 0 and self.up_bound is None
 
+    def rotated(self, block: int) -> "Gating":
+        """This one, then the rotation of `gate_and_rotate`; block 0: none."""
+        return RotatedGating(gating=self, block=block) if block else self
+
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up [..., I] -> [..., I] of their dtype, float32 inside."""
         g, u = gate.float(), up.float()
@@ -65,6 +71,23 @@ class Gating:
 
 
 SILU = Gating()
+
+
+@dataclass(frozen=True)
+class RotatedGating(Gating):
+    """What `gating` gives, multiplied by Hadamard matrices as `block_hadamard` does."""
+
+    gating: Gating = SILU
+    block: int = 1
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        """No scale passes through a rotation."""
+        return False
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        between = self.gating(gate.float(), up.float())
+        return block_hadamard(between, self.block).to(gate.dtype)
 
 
 class ExpertBiases(NamedTuple):

@@ -156,9 +156,8 @@ def expert_weights(
     """An expert with these linears, by module, and the source's biases."""
     gate, up, down = (values[module] for module in rows.modules)
     biases = [model.weights.dequantized(model.by_name[name]) for name in rows.biases]
-    return ExpertWeights(
-        gate, up, down, model.config.gating, ExpertBiases(*biases) if biases else None
-    )
+    gating = model.config.gating.rotated(model.weights.checkpoint.input_rotation(rows.down.module))
+    return ExpertWeights(gate, up, down, gating, ExpertBiases(*biases) if biases else None)
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,12 @@ class _ModelSide:
                 tokens, slots = (topk_ids == number).nonzero(as_tuple=True)
                 gate, up, down = (self.value(row) for row in experts[number].rows)
                 biases = [self.checkpoint.read(name).float() for name in experts[number].biases]
+                block = self.checkpoint.input_rotation(experts[number].down.module)
                 one = ExpertWeights(
                     gate,
                     up,
                     down,
-                    self.model.config.gating,
+                    self.model.config.gating.rotated(block),
                     ExpertBiases(*biases) if biases else None,
                 )
                 out.index_add_(0, tokens, one(x[tokens]) * topk_weights[tokens, slots, None])

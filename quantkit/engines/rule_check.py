@@ -47,8 +47,8 @@ class RuleCheck:
             yield from self._check_mtp(rule)
             yield from self._check_tied_head()
             yield from self._check_keys(rule)
-        if isinstance(rule, MixtureRule) or not rule.rotates_inputs:
-            yield from self._check_rotations()
+        rotates = not isinstance(rule, MixtureRule) and rule.rotates_inputs
+        yield from self._check_rotations(rotates)
 
     def _is_quantized(self, row: Parameter) -> bool:
         """Whether it is in the checkpoint's own format, the only one that an engine knows."""
@@ -78,9 +78,15 @@ class RuleCheck:
                 else LoadProblem.error(problem, remedy)
             )
 
-    def _check_rotations(self) -> Iterator[LoadProblem]:
-        """Inputs to rotate as the model runs, which the engine does not."""
-        rotated = (row.module for row in self.linears if self.checkpoint.input_rotation(row.module))
+    def _check_rotations(self, outside: bool) -> Iterator[LoadProblem]:
+        """Inputs to rotate as the model runs, which the engine does not; outside: it does so
+        outside of routed experts."""
+        rotated = (
+            row.module
+            for row in self.linears
+            if self.checkpoint.input_rotation(row.module)
+            and not (outside and row.block != "expert")
+        )
         if module := next(rotated, None):
             yield LoadProblem.error(
                 f"{self.engine} does not rotate the inputs of {module}, as transform_config asks",

@@ -380,10 +380,10 @@ def _value_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
 
 
 def _down_folds(checkpoint: Checkpoint, model: Model) -> dict[str, _Fold]:
-    if any(row.block == "expert" for row in model.rows):
-        raise _refusal(checkpoint, "no engine rotates what is between the linears of an expert")
+    """Blocks of one size: config.json names linears by the ends of their names."""
     downs = [row for row in model.rows if row.projection == "down"]
     widths = {row.shape[1] for row in downs}
-    if not downs or any(width & -width < _LEAST_BLOCK for width in widths):
+    block = min((_BLOCK, *(width & -width for width in widths)))
+    if not downs or block < _LEAST_BLOCK:
         raise _refusal(checkpoint, f"no block of {_LEAST_BLOCK} channels divides {sorted(widths)}")
-    return {row.name: _Fold(block=min(row.shape[1] & -row.shape[1], _BLOCK)) for row in downs}
+    return {row.name: _Fold(block=block) for row in downs}

@@ -60,8 +60,9 @@ class PlainWeights:
                     (self.dequantized(module), self.tensors.get(f"{module}.bias"))
                     for module in modules
                 )
+                gated = gating.rotated(self.input_rotation(modules[2]))
                 share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
-                out += share * F.linear(gating(F.linear(x, *gate), F.linear(x, *up)), *down)
+                out += share * F.linear(gated(F.linear(x, *gate), F.linear(x, *up)), *down)
             return out
 
         return run

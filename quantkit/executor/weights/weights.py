@@ -207,6 +207,7 @@ class ExecutorWeights:
     ) -> ExpertsOp:
         own = self.expert_ranks.own(num_experts)
         modules = [f"{prefix}.{expert}" for expert in own]
+        gating = gating.rotated(self._rotation(modules))
         prepared = self._experts(modules, map(self._expert, modules), gating)
         return (
             prepared
@@ -216,8 +217,8 @@ class ExecutorWeights:
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the
-        others, and no ranks share these out."""
-        if self.expert_ranks.size > 1:
+        others, no ranks share these out, and no inputs inside them are rotated."""
+        if self.expert_ranks.size > 1 or self._rotation([f"{prefix}.0", shared]):
             return None
         first, last = self._expert(f"{prefix}.0"), self._expert(shared)
         if any(_form(one) != _form(other) for one, other in zip(first, last)):
@@ -226,6 +227,10 @@ class ExecutorWeights:
         return self._experts(
             [*modules, shared], chain([first], map(self._expert, modules[1:]), [last])
         )
+
+    def _rotation(self, modules: list[str]) -> int:
+        """The largest block of the Hadamard matrices at these experts' down projections."""
+        return max(self.input_rotation(self._mlps[module].down.module) for module in modules)
 
     def _expert(self, module: str) -> list[kernels.Weight]:
         return [
@@ -467,13 +472,20 @@ def operand(
 
 
 def _check_rotations(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
-    """Raise QuantkitError where inputs are rotated for which no forward asks."""
+    """Raise QuantkitError where inputs are rotated for which no forward asks, or those of some
+    experts of a layer alone."""
+    blocks: dict[int | None, int] = {}
     for row in parameters:
-        asked = row.projection == "down" and row.expert is None
-        if row.role == "linear" and not asked and checkpoint.input_rotation(row.module):
+        if row.role != "linear":
+            continue
+        block = checkpoint.input_rotation(row.module)
+        odd = block > 0 and row.projection != "down"
+        if row.projection == "down" and row.expert is not None:  # all of a layer alike
+            odd = blocks.setdefault(row.layer, block) != block
+        if odd:
             raise QuantkitError(
                 f"{checkpoint.path} says that inputs of {row.module} are rotated as the model runs",
-                "quantkit rotates those of down projections outside of routed experts",
+                "quantkit rotates those of down projections, of a layer's routed experts alike",
             )
 
 
