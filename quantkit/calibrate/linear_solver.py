@@ -328,11 +328,8 @@ class LinearSolver:
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
-    """mean_hessian float32 [..., K, K], per token; a leading dimension is of routed experts,
-    which have few tokens."""
-    if mean_hessian.dim() == 2:
-        return Curvature.of(mean_hessian, recipe.damping)
-    return Curvature.of(mean_hessian, recipe.expert_damping, recipe.expert_shrinkage)
+    """mean_hessian float32 [..., K, K], per token; a leading dimension is of routed experts."""
+    return Curvature.of(mean_hessian, recipe.damping, recipe.shrinkage)
 
 
 @dataclass(frozen=True)

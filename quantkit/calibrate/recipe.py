@@ -94,15 +94,10 @@ class Recipe(Strict):
         description="restrict scales folded into 16-bit weights to powers of two, which are exact",
     )
     damping: float = Field(
-        0.1, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
+        0.05, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
     )
-    expert_damping: float = Field(
-        0.05,
-        gt=0,
-        description="the same for a routed expert's Hessian, which has few tokens",
-    )
-    expert_shrinkage: float = Field(
-        0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry"
+    shrinkage: float = Field(
+        0.2, ge=0, description="added to the Hessian's diagonal, as a share of each entry"
     )
     output_curvature: bool = Field(
         True,

@@ -322,7 +322,8 @@ def linear_input(
     """curvature: of the unscaled input, if already computed; its memory, or that of the Hessian,
     is reused. drift: of the unscaled input."""
     if curvature is None:
-        curvature = Curvature.of_(statistics.mean_hessian, solvers.recipe.damping)
+        recipe = solvers.recipe
+        curvature = Curvature.of_(statistics.mean_hessian, recipe.damping, recipe.shrinkage)
     if scale is None:
         return LinearInput(
             curvature,

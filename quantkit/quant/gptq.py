@@ -88,10 +88,10 @@ class Curvature:
         return cls._of_(_permuted(hessian, order.flip(-1)), order, damping, shrinkage)
 
     @classmethod
-    def of_(cls, hessian: Tensor, damping: float) -> "Curvature":
+    def of_(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """The same of one H, [K, K], in its memory."""
         order = _by_energy(hessian)
-        return cls._of_(permute_(hessian, order.flip(-1)), order, damping)
+        return cls._of_(permute_(hessian, order.flip(-1)), order, damping, shrinkage)
 
     @classmethod
     def _of_(

@@ -134,7 +134,7 @@ def test_a_massive_activation_does_not_own_the_fit(leaves):
     outputs.finish_batch(after)
     without = error(x[others].t() @ x[others] / 1533)
     assert error(x.t() @ x / 1536) > 1.3 * without
-    assert error(observer.finish()["a"].mean_hessian) < 1.15 * without
+    assert error(observer.finish()["a"].mean_hessian) < 1.2 * without
     energy = (x * row_weights(x, after)).square().sum(-1)
     assert energy.max() <= 1.01 * LARGEST_SHARE * energy.median()
     assert mean_row_distance(1.1 * x, x) == pytest.approx(0.01, rel=1e-3)
