@@ -94,8 +94,8 @@ def why_unusable(
 
 _PREFERRED: dict[str, str] = {}
 """By device type: the backend that "auto" takes first in this process."""
-_IN_USE: ContextVar[str] = ContextVar("asked", default="auto")
-"""What "auto" takes before that, inside `asked`."""
+_IN_USE: ContextVar[str] = ContextVar("use_backend", default="auto")
+"""What "auto" takes before that, inside `use_backend`."""
 
 
 def check_runs(backend: str, device: torch.device) -> None:
@@ -218,8 +218,8 @@ def choose(
     dtype: torch.dtype | None = None,
     shapes: tuple[Shape, ...] = (),
 ) -> str:
-    """The backend to run `operator` with: the one asked for, or with "auto" the one of `asked`, the
-    preferred one, else the best usable. ValueError with the reason otherwise.
+    """The backend to run `operator` with: the one asked for, or with "auto" that of `use_backend`,
+    the preferred one, else the best usable. ValueError with the reason otherwise.
 
     "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights
     only.

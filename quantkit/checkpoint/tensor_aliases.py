@@ -35,7 +35,11 @@ def apply_aliases(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """The tensors under the names of the model's table."""
-    names = aliases(config, tensors)
+    return renamed(tensors, aliases(config, tensors))
+
+
+def renamed(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """names: old -> new, of those that change."""
     return {
         names.get(name, name): replace(info, name=names[name]) if name in names else info
         for name, info in tensors.items()

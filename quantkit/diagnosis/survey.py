@@ -27,7 +27,7 @@ from quantkit.checkpoint.reader import remote_tensor
 from quantkit.checkpoint.shard_index import SINGLE_FILE, read_shard
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked_experts import split_stacked_experts
-from quantkit.checkpoint.tensor_aliases import aliases
+from quantkit.checkpoint.tensor_aliases import aliases, renamed
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
 from quantkit.common.result import JsonObject
@@ -92,11 +92,7 @@ class Survey:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """names: stored name -> the table's. The stored bytes stay as they are."""
-        if names:
-            self.tensors = {
-                names.get(name, name): replace(info, name=names[name]) if name in names else info
-                for name, info in self.tensors.items()
-            }
+        self.tensors = renamed(self.tensors, names)
         self.renamed |= {new: old for old, new in names.items()}
 
 

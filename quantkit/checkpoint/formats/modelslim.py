@@ -185,12 +185,14 @@ class SlimLinear(Format):
 
     def _codes(self, stored: Tensor) -> Tensor:
         if self.packed == "N":
-            return from_twos_complement(unpack_pairs(stored.view(torch.uint8).T)).T.contiguous()
-        return (
-            from_twos_complement(unpack_pairs(stored.view(torch.uint8)))
-            if self.packed == "K"
-            else stored
-        )
+            return _unpack_rows(stored)
+        if self.packed == "K":
+            return from_twos_complement(unpack_pairs(stored.view(torch.uint8)))
+        return stored
+
+
+def _unpack_rows(stored: Tensor) -> Tensor:
+    return from_twos_complement(unpack_pairs(stored.view(torch.uint8).T)).T.contiguous()
 
 
 def _static_parts(shape: Shape) -> Parts:
@@ -219,25 +221,21 @@ _READ = (*_TYPES, "W8A8", "W8A8_MIX", "W8A16", "W4A16", _FLATQUANT)
 _SECOND = ".weight_scale_second"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPE_NAMES = {grid: name for name, grid in _TYPES.items()}
-_KINDS: dict[tuple[str, bool, bool], Format] = {
-    **{
-        ("W8A8_DYNAMIC", second, new): SlimLinear(8, 8)
-        for second in (False, True)
-        for new in (False, True)
-    },
-    **{
-        (kind, False, new): SlimLinear(8, 8, static=True)
-        for kind in ("W8A8", "W8A8_MIX")
-        for new in (False, True)
-    },
-    **{("W8A16", False, new): SlimLinear(8, 16) for new in (False, True)},
-    ("W4A16", False, False): SlimLinear(4, 16),
-    **{(_FLATQUANT, False, new): SlimLinear(4, 16) for new in (False, True)},
-    ("W4A8_DYNAMIC", False, False): SlimLinear(4, 8),
-    ("W4A8_DYNAMIC", True, False): SlimLinear(4, 8, second=True),
-    ("W4A8_DYNAMIC", True, True): SlimLinear(4, 8, "N", second=True),
+_KINDS: dict[str, Format] = {
+    "W8A8_DYNAMIC": SlimLinear(8, 8),
+    "W8A8": SlimLinear(8, 8, static=True),
+    "W8A8_MIX": SlimLinear(8, 8, static=True),
+    "W8A16": SlimLinear(8, 16),
+    "W4A16": SlimLinear(4, 16),
+    _FLATQUANT: SlimLinear(4, 16),
+    "W4A8_DYNAMIC": SlimLinear(4, 8),
 }
-"""By type, whether a linear has scales of two stages, and whether the description has a version."""
+"""By type, with scales of one stage, in the first form where the second differs."""
+_TWO_STAGES: dict[bool, Format] = {
+    True: SlimLinear(4, 8, "N", second=True),
+    False: SlimLinear(4, 8, second=True),
+}
+"""Of W4A8_DYNAMIC, by whether the description has a version."""
 _PACKED_W4A16: dict[bool, Format] = {True: SlimLinear(4, 16, "N"), False: SlimLinear(4, 16, "K")}
 """In groups, or per channel."""
 _CACHES = (
@@ -318,10 +316,7 @@ class ModelSlim(Format):
             )
         codes, bits = tensors[f"{module}.weight"], 8
         if f"{module}.scale_bias" in tensors:
-            codes, bits = (
-                from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(),
-                4,
-            )
+            codes, bits = _unpack_rows(codes), 4
         return IntWeight(codes, tensors[f"{module}.weight_scale"].float(), None, bits)
 
     def cache_codes(self, side: Json) -> CacheCodes | None:
@@ -338,11 +333,15 @@ class ModelSlim(Format):
         if (
             "version" in described
             and not rotated_online(described)
-            and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES)
+            and types.isdisjoint(_KINDS.keys() - _TYPES.keys())
             and not any(name.endswith(_SECOND) for name in described)
         ):
             return self
-        return Declared(self, _placed(described), (self, *_KINDS.values(), *_PACKED_W4A16.values()))
+        return Declared(
+            self,
+            _placed(described),
+            (self, *_KINDS.values(), *_TWO_STAGES.values(), *_PACKED_W4A16.values()),
+        )
 
     def grid(self, config: Json, side: Json) -> Grid | None:
         said = _described(side).get("model_quant_type")
@@ -403,11 +402,13 @@ def _placed(described: Json) -> Placed:
         if kind in (None, "FLOAT"):
             return None
         second = f"{module}{_SECOND}" in described
-        format = _KINDS.get((str(kind), second, new))
+        format = _KINDS.get(str(kind))
         if kind == "W4A16" and new:
             format = _PACKED_W4A16[bool(described.get("group_size"))]
-        elif kind == "W4A8_DYNAMIC" and new and not second:
-            format = FORMAT
+        elif kind == "W4A8_DYNAMIC" and (second or new):
+            format = _TWO_STAGES[new] if second else FORMAT
+        elif second and kind != "W8A8_DYNAMIC":
+            format = None
         if format is None:
             raise QuantkitError(
                 f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}"
