@@ -148,15 +148,9 @@ class SamplingParams:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "SamplingParams":
         """From `dataclasses.asdict` via JSON, which has no tuples."""
-        bias = tuple((token, value) for token, value in values["logit_bias"])
-        return cls(
-            **{
-                **values,
-                "stop": tuple(values["stop"]),
-                "stop_token_ids": tuple(values["stop_token_ids"]),
-                "logit_bias": bias,
-            }
-        )
+        tuples = {name: tuple(values[name]) for name in ("stop", "stop_token_ids")}
+        bias = tuple(map(tuple, values["logit_bias"]))
+        return cls(**{**values, **tuples, "logit_bias": bias})
 
 
 def check_defaults(defaults: dict[str, Any], file: Path) -> None:

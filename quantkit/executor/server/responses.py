@@ -153,12 +153,7 @@ def _tool(given: JsonObject) -> JsonObject:
         raise QuantkitError(
             f"tools of type {str(given.get('type'))[:100]} are not supported", "send functions"
         )
-    return {
-        "type": "function",
-        "function": {
-            name: value for name, value in given.items() if name != "type" and value is not None
-        },
-    }
+    return {"type": "function", "function": _named(given)}
 
 
 def _choice(given: Any) -> Any:
@@ -170,8 +165,12 @@ def _choice(given: Any) -> Any:
 def _format(given: JsonObject) -> JsonObject:
     if given.get("type") != "json_schema":
         return given
-    named = {name: value for name, value in given.items() if name != "type" and value is not None}
-    return {"type": "json_schema", "json_schema": named}
+    return {"type": "json_schema", "json_schema": _named(given)}
+
+
+def _named(given: JsonObject) -> JsonObject:
+    """What a tool or a format says besides its type."""
+    return {name: value for name, value in given.items() if name != "type" and value is not None}
 
 
 class ResponseAnswer:

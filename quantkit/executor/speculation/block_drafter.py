@@ -81,13 +81,11 @@ class BlockDrafter:
         sequences = [*counts]
         newest = [len(one.token_ids) - 1 for one in sequences]
         device = self._runner.device
+        last = to_device([one.token_ids[-1] for one in sequences], device, torch.int64)
         hidden = self.head.hidden(
-            to_device([one.token_ids[-1] for one in sequences], device, torch.int64),
-            to_device(newest, device, torch.int64),
-            self._window(sequences, newest),
+            last, to_device(newest, device, torch.int64), self._window(sequences, newest)
         )
         batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], device)
-        last = to_device([one.token_ids[-1] for one in sequences], device, torch.int64)
         found = []
         for number in range(max(counts.values())):
             logits = self.head.logits(hidden[:, number]) + self.head.pair_logits(last)

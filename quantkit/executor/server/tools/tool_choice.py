@@ -115,16 +115,12 @@ class _Writer:
         out."""
         terms = []
         for number, (key, one) in enumerate(schema.get("properties", {}).items()):
-            begin, end = (
-                json.dumps(f"<parameter={key}>\n", ensure_ascii=False),
-                '"\\n</parameter>\\n"',
-            )
-            rule = f"p{place}_{number}"
+            begin = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
+            end, rule = '"\\n</parameter>\\n"', f"p{place}_{number}"
+            optional = "" if key in schema.get("required", []) else "?"
             if takes_text(one) and not (isinstance(one, dict) and one.get("enum")):
                 self._rules.append(f"{rule}[lazy]: {_TEXT.partition(': ')[2]} {end}")
-                terms.append(
-                    f"({begin} {rule})" + ("" if key in schema.get("required", []) else "?")
-                )
+                terms.append(f"({begin} {rule}){optional}")
                 continue
             values = one.get("enum") if isinstance(one, dict) and takes_text(one) else None
             definitions = {
@@ -135,9 +131,7 @@ class _Writer:
                 if values
                 else schema_term({**definitions, **one})
             )
-            terms.append(
-                f"({begin} ({value}) {end})" + ("" if key in schema.get("required", []) else "?")
-            )
+            terms.append(f"({begin} ({value}) {end}){optional}")
         return " ".join(terms)
 
     def _literal(self, text: str) -> str:
