@@ -59,7 +59,7 @@ class CalibrationSummary:
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    def lines(self, *, samples: bool = True) -> list[str]:
+    def lines(self) -> list[str]:
         """A summary line, one line for each sample, one for each warning."""
         of = f" of {self.records:,} read" if self.records > self.documents + self.held_out else ""
         line = (
@@ -72,7 +72,7 @@ class CalibrationSummary:
             else ", none held out"
         )
         line += f"; {self.empty} empty, {self.cut} cut to {self.seq_len} tokens"
-        shown = [f"  sample: {text}" for text in self.samples] if samples else []
+        shown = [f"  sample: {text}" for text in self.samples]
         return [line, *shown, *(f"warning: {warning}" for warning in self.warnings)]
 
 

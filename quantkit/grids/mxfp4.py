@@ -77,10 +77,10 @@ class Mxfp4Weight(MxWeight, Fp4Weight):
         found = self.to_nvfp4().kernel_weight(dtype) if alike else super().kernel_weight(dtype)
         return found if not rounds else Fp4Mx4(*found) if alike else DenseMx4(*found)
 
-    def is_nvfp4(self, largest: int | None = None) -> bool:
+    def is_nvfp4(self) -> bool:
         """Whether `to_nvfp4` gives the same values, bit for bit."""
-        power, multiplier = self._powers(largest)
-        return bool((power >= _E4M3_RANGE[0]).all()) and multiplier == self._unclamped(largest)
+        power, multiplier = self._powers(None)
+        return bool((power >= _E4M3_RANGE[0]).all()) and multiplier == self._unclamped(None)
 
     def to_nvfp4(self, largest: int | None = None) -> Nvfp4Weight:
         """With a scale for each half of a group and a global scale that is a power of two: the same

@@ -85,7 +85,7 @@ def test_uniform_numbers_are_uniform_and_independent():
         [
             uniform(torch.zeros(count, dtype=torch.int64), torch.arange(count)),
             uniform(torch.arange(count), torch.zeros(count, dtype=torch.int64)),
-            uniform(torch.zeros(count, dtype=torch.int64), torch.arange(count), stream=1),
+            uniform(torch.ones(count, dtype=torch.int64), torch.arange(count)),
         ]
     )
     assert numbers.min() >= 0

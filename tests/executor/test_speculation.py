@@ -160,7 +160,7 @@ def test_an_adaptive_draft_length_changes_no_token(tiny_checkpoint):
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
-    assert engine.speculation.controller.step_times[1].by_rows()
+    assert engine.speculation.controller.step_times[1].seconds(1)
 
 
 GUESSED = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]

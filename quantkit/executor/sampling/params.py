@@ -269,10 +269,10 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
-def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
     """Numbers in [0, 1) float64 [B], a hash (splitmix64, two rounds) of seed and position int64
-    [B]. `stream` gives independent numbers for the same token."""
-    mixed = _mix(_mix(seed + signed64(stream * 0x632BE59BD9B4E019)) ^ position)
+    [B]."""
+    mixed = _mix(_mix(seed) ^ position)
     return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 

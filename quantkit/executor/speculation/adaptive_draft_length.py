@@ -134,10 +134,6 @@ class StepTimes:
             if rows <= 1.5 * one <= 2.25 * rows
         )
 
-    def by_rows(self, unit: float = 1.0) -> dict[int, float]:
-        """Step times, multiplied by `unit`."""
-        return {rows: seconds * unit for rows, seconds in sorted(self._seconds.items())}
-
     def at(self, rows: int) -> float | None:
         """Mean of exactly `rows` rows."""
         return self._seconds.get(rows)
