@@ -16,6 +16,8 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import torch
+
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, LARGEST_KEPT, Batches
 from quantkit.calibrate.input_sums import WIDE
 from quantkit.calibrate.output_cost import BLOCK_ROWS
@@ -27,8 +29,9 @@ from quantkit.models.mtp import has_block_head
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
-PROCESS_BYTES = 450 * 10**6
-"""Python, torch, its BF16 kernels and the tokenizer, before any weight is read."""
+PROCESS_BYTES = (450 + 250 * bool(torch.version.cuda or torch.version.hip)) * 10**6
+"""Python, torch, its BF16 kernels and the tokenizer, before any weight is read; and the libraries
+that a torch built for GPUs loads."""
 MODULES_BYTES = 150 * 10**6 + CALL_CACHE_BYTES
 """Additional memory if transformers computes: itself, and the masks and rotary tables with which
 its layers are called."""
