@@ -10,7 +10,8 @@ one tensor-parallel rank of DeepSeek-R1 or V3.2, or another model whole.
 Weights are made up (made_weights.py), each layer with memory of its own, so that a step streams
 what it needs far beyond any cache. The executor's own model, cache and captured decode step
 compute. TPOT is the wall clock from one step's tokens on the host to the next's, device the same
-step by the device's clock; TTFT is that of one prompt in passes of --chunk tokens. Left out: a
+step by the device's clock; TTFT is that of one prompt in passes of --chunk tokens, the last layer's
+MLP for the last token of each. Left out: a
 box's all-reduces (partial sums go straight into the residual) and gathering of logits, tokenizer
 and server. A case whose cache does not fit the device is not run.
 
@@ -154,6 +155,7 @@ class StepBench:
         )
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
         self.prompts = PrefillRunner(self.model, self.cache, self._capture)
+        self.prompts.keep_all_hidden = False
         self.backends = {part: ops[0].backend for part, ops in self.weights.linears.items()}
         if self.weights.moe:
             self.backends["experts"] = self.weights.moe[0].backend

@@ -28,8 +28,9 @@ _FIRST_OF_EQUALS = 1e-30
 """Subtracted from a score of 0 for each position before it: less than any product."""
 _SCORES = 1 << 25
 """Products of heads and keys held at once, float32."""
-_SELECTED = 1 << 18
-"""Selected tokens read at once."""
+_SELECTED, _ON_CARDS = 1 << 18, 1 << 20
+"""Selected tokens read at once, which cards do not copy: so many keep products with W_UK and W_UV
+busy."""
 
 
 class IndexerInputs(NamedTuple):
@@ -114,7 +115,7 @@ def attend_selected(
     [T, heads, V]. Every token of the cache is a page of its own, so that nothing is copied, except
     of caches in two tensors, whose operators read whole pages."""
     out, single = [], None if len(parts_of(cache)) == 2 else _pages_of_one(cache)
-    step = max(1, _SELECTED // selected.slots.shape[1])
+    step = max(1, (_ON_CARDS if q.is_cuda else _SELECTED) // selected.slots.shape[1])
     for first in range(0, len(q), step):
         slots, counts = (side[first : first + step] for side in selected[1:])
         cos, sin = (side[first : first + step] for side in rotation[:2])

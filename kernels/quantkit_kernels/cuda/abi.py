@@ -192,6 +192,7 @@ FUNCTIONS: dict[str, list[type]] = {
         _POINTER,
     ],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
+    "qk_mla_attend": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
     "qk_mla_decode_codes": [
         ctypes.POINTER(MlaDecode),
         ctypes.POINTER(MlaCodes),

@@ -177,10 +177,11 @@ def soften(
     window,
     MASKED: gl.constexpr,
     WINDOWED: gl.constexpr,
+    SELECTED: gl.constexpr,
 ):
-    """-> probabilities, the largest scores and the sums so far, and what sums before are worth
-    now."""
-    if MASKED:
+    """-> probabilities, the largest scores and the sums so far, and what sums before are worth now.
+    SELECTED: scores of keys that a token does not see are -inf already."""
+    if MASKED and not SELECTED:
         seen = (gl.expand_dims(at, 0) <= gl.expand_dims(positions, 1)) & gl.expand_dims(
             at < high, 0
         )
@@ -250,7 +251,7 @@ def consume(
     if SELECTED:
         scores = keep_selected(scores, words, word_row, begin, first_token, new, low // BN, SCORES)
     probabilities, largest, total, less = soften(
-        scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED
+        scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED, SELECTED
     )
     p = gl.convert_layout(probabilities.to(DTYPE), LEFT)
     k_place, k_phase, v_place, v_phase, turn = 1, 0, 0, 0, 0
@@ -275,8 +276,9 @@ def consume(
                     scores, words, word_row, begin, first_token, new, low // BN + block, SCORES
                 )
             probabilities, largest, total, less = soften(
-                scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED
-            )
+                scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED,
+                SELECTED,
+            )  # fmt: skip
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
             # Without a loop between, the assembler moves arithmetic after the wait for products,

@@ -18,3 +18,9 @@ extern "C" int qk_mla_decode(const MlaDecode* m, int dtype, void* s) {
   };
   return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }
+
+// `attend` alone, of queries that are in `absorbed`: their mean latents are in `weighted` afterwards. splits: 1.
+extern "C" int qk_mla_attend(const MlaDecode* m, int dtype, void* s) {
+  const Attend p = attend_of(*m, kTile, kFewParts);
+  return dtype == 0 ? launch_attend<__nv_bfloat16>(m->absorbed, m->cache, p, m->rows, s) : launch_attend<__half>(m->absorbed, m->cache, p, m->rows, s);
+}
