@@ -40,7 +40,7 @@ from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks, Exper
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.executor.weights.fallback_warning import warn_slow
 from quantkit.executor.weights.prefetch import find_prefetcher
-from quantkit.grids.base import Weight, cut_columns, cut_rows, dequantize
+from quantkit.grids.base import Grid, Weight, cut_columns, cut_rows, dequantize
 from quantkit.models.ngram_table import StoredNgramTable
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
@@ -67,8 +67,7 @@ _EXPANDED_SHARE = 0.25
 
 _SMALL_FP4 = 1 << 19
 """Elements of an FP4 weight up to which a CPU is faster over it expanded: the kernels' own call
-takes 10 us to begin (1024 x 256, AVX2, one
-thread, one token: 38 us expanded, 50 packed)."""
+takes 10 us to begin (1024 x 256, AVX2, one thread, one token: 38 us expanded, 50 packed)."""
 
 
 _WIDE = ("router", "router_bias", "router_table", "indexer_gate", "state", "streams")
@@ -240,13 +239,8 @@ class ExecutorWeights:
     def _narrowed(self, module: str, weight: kernels.Weight) -> kernels.Weight:
         """int8 whose codes are int4's is marked so, where experts' backend holds four bits of each:
         a shared expert in int8 is then none of them."""
-        stored = self.checkpoint.linears.get(module)
-        if (
-            kind(weight) != "int8"
-            or stored is None
-            or stored.grid is None
-            or stored.grid.kind != "int4"
-        ):
+        grid = self._grid(module)
+        if kind(weight) != "int8" or grid is None or grid.kind != "int4":
             return weight
         serving = backends.module(
             backends.serving("experts_int8", self.backend, self.device, self.dtype)
@@ -268,12 +262,10 @@ class ExecutorWeights:
             biases = self._biases(module)
             try:
                 if builder is None:
-                    usual = biases is None and gating == kernels.SILU
-                    backend = (
-                        self._backend("experts", gate, down)
-                        if usual
-                        else self._gates_backend(gate, down)
-                    )
+                    if biases is None and gating == kernels.SILU:
+                        backend = self._backend("experts", gate, down)
+                    else:
+                        backend = self._gates_backend(gate, down)
                     builder = kernels.ExpertsBuilder(
                         len(modules),
                         backend=backend,
@@ -305,17 +297,19 @@ class ExecutorWeights:
     def _operand(self, module: str) -> kernels.Weight:
         if module in self._read:
             return self._read.pop(module)
-        stored = self.checkpoint.linears.get(module)
-        bits = self.checkpoint.activation_bits(module)
-        in_groups = (
-            stored is not None and stored.grid is not None and stored.grid.group_size is not None
-        )
+        grid, bits = self._grid(module), self.checkpoint.activation_bits(module)
+        in_groups = grid is not None and grid.group_size is not None
         joined, *others = (
             operand(share, self.dtype, bits, in_groups=in_groups) for share in self._shares(module)
         )
         for other in others:
             joined = stack(joined, other)
         return joined
+
+    def _grid(self, module: str) -> Grid | None:
+        """The grid of a linear as stored; None for one in 16 bits."""
+        stored = self.checkpoint.linears.get(module)
+        return None if stored is None else stored.grid
 
     def _shares(self, module: str) -> list[Weight]:
         """This rank's part of a linear, of each of its segments where it has some."""
@@ -435,11 +429,9 @@ class ExecutorWeights:
         found = backends.serving_gates(
             kind(gate), self.backend, self.device, self.dtype, (shape(gate), shape(down))
         )
-        return (
-            found
-            if backends.computes_gates(found, kind(gate))
-            else self._backend("linear", gate, down)
-        )
+        if not backends.computes_gates(found, kind(gate)):
+            return self._backend("linear", gate, down)
+        return found
 
 
 class Gathered:
