@@ -64,7 +64,8 @@ class ReferenceRun:
     def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
         """One expert's outputs [n, H], unweighted, for the tokens routed to it."""
         assert self.routed is not None, "a sublayer with routed experts"
-        return original(self.routed.x[self.routed.of(number)[0]])
+        tokens = self.routed.of(number)[0]
+        return original(self.routed.x[tokens], len(tokens))
 
 
 @dataclass

@@ -23,7 +23,12 @@ from quantkit.grids.nvfp4 import input_divisor
 from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import sample_products, tensor_core_products
+from quantkit.quant.tensor_cores import (
+    gram,
+    leading_sample_linear,
+    sample_products,
+    tensor_core_products,
+)
 
 LAYER_ROWS = 512
 """Rows of the layer's input used with every expert, for the shared part of its Hessian."""
@@ -32,7 +37,8 @@ LAYER_ROWS = 512
 @dataclass(frozen=True)
 class ExpertWeights:
     """float32 [I, H], [I, H], [H, I]. activation_quants: of the input of gate and up, and of down;
-    `hidden` and `output` expect inputs to which they were applied."""
+    `hidden` and `output` expect inputs to which they were applied. count: so many first rows of an
+    input are calibration tokens (`leading_sample_linear`)."""
 
     gate: Tensor
     up: Tensor
@@ -44,32 +50,33 @@ class ExpertWeights:
         NO_ACTIVATION_QUANT,
     )
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def hidden(self, x: Tensor, count: int = 0) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
+        up = leading_sample_linear(x, self.up, count)
         if self.scales_inside:
-            return self.gated(x).mul_(x @ self.up.t())
-        gate, up = x @ self.gate.t(), x @ self.up.t()
+            return self.gated(x, count).mul_(up)
+        gate = leading_sample_linear(x, self.gate, count)
         if self.biases is not None:
             gate, up = gate.add_(self.biases.gate), up.add_(self.biases.up)
         return self.gating(gate, up)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Tensor, count: int = 0) -> Tensor:
         """[T, H] -> [T, I], the factor of up(x), if a scale can move from up to down."""
-        gate = x @ self.gate.t()
+        gate = leading_sample_linear(x, self.gate, count)
         return (
             F.silu(gate, inplace=True)
             if self.gating == SILU
             else self.gating(gate, torch.ones_like(gate))
         )
 
-    def output(self, hidden: Tensor) -> Tensor:
+    def output(self, hidden: Tensor, count: int = 0) -> Tensor:
         """[T, I] -> [T, H]."""
-        out = hidden @ self.down.t()
+        out = leading_sample_linear(hidden, self.down, count)
         return out if self.biases is None else out.add_(self.biases.down)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, count: int = 0) -> Tensor:
         before, between = self.activation_quants
-        return self.output(between(self.hidden(before(x))))
+        return self.output(between(self.hidden(before(x), count)), count)
 
     @property
     def scales_inside(self) -> bool:
@@ -176,12 +183,12 @@ class ExpertSolver:
         """Run gate and up, quantized, for the expert's tokens."""
         tokens, w, fitted = self.routed.quantized_tokens_of(expert)
         x = self.activation_quant(self.routed.x[tokens].div_(self.read.scale))
-        of_layer = weights.hidden(self.layer_rows)
+        of_layer = weights.hidden(self.layer_rows, len(self.layer_rows))
         if weights.scales_inside:
-            gated = weights.gated(x)
-            hidden = gated * (x @ weights.up.t())
+            gated = weights.gated(x, fitted)
+            hidden = gated * leading_sample_linear(x, weights.up, fitted)
         else:
-            gated = hidden = weights.hidden(x)
+            gated = hidden = weights.hidden(x, fitted)
         own = hidden[:fitted], w[:fitted], of_layer
         samples_of_down = (
             self._sample(*own)
@@ -208,8 +215,13 @@ class ExpertSolver:
         drifts, lost, gained = [], [], []
         for (number, weights), one in zip(experts.items(), runs):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
-            own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
-            layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
+            own = (
+                weights.hidden(self.original.x[tokens[:fitted]], fitted),
+                one.hidden[:fitted],
+                w[:fitted],
+            )
+            of_layer = _of_layer(self.original.x)
+            layer = weights.hidden(of_layer, len(of_layer)), one.of_layer
             drifts.append(expert_drift(*own, layer, self.solver.recipe.min_expert_tokens))
         correction = curvature.solved(torch.stack(drifts))
         change = [weights.down @ own for weights, own in zip(experts.values(), correction)]
@@ -232,7 +244,8 @@ class ExpertSolver:
             return runs.hidden.div_(scale)
         # Scales were rounded to what is stored: the weights read back later must give the same
         # bits.
-        return torch.mul(runs.gated, runs.x @ up.t(), out=runs.hidden)
+        again = leading_sample_linear(runs.x, up, runs.fitted)
+        return torch.mul(runs.gated, again, out=runs.hidden)
 
     def _inner_scales(
         self,
@@ -267,7 +280,6 @@ class ExpertSolver:
         raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
 
-    @sample_products()
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
         """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of
         the layer [R, I]."""
@@ -276,7 +288,7 @@ class ExpertSolver:
             hidden * w[:, None],
             of_layer * (blend / len(of_layer) * _mean_square(w)).sqrt(),
         )
-        return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
+        return gram(torch.cat([own, shared])).div_(max(len(own) + blend, 1))
 
     def _sample(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
         """Rows [R, I] of down's input, the expert's own and the layer's in the Hessian's
@@ -339,10 +351,10 @@ def quantized_outputs(
     hidden: as returned by `ExpertSolver.solve`, for an expert solved in this run.
     """
     before, between = rounded.activation_quants
+    tokens, _, fitted = routed.quantized_tokens_of(expert)
     if hidden is None:
-        tokens, _, _ = routed.quantized_tokens_of(expert)
-        hidden = rounded.hidden(before(routed.x[tokens].div_(scale)))
-    return rounded.output(between(hidden))
+        hidden = rounded.hidden(before(routed.x[tokens].div_(scale)), fitted)
+    return rounded.output(between(hidden), fitted)
 
 
 def add_weighted(states: HiddenStates, tokens: Tensor, outputs: Tensor, w: Tensor) -> None:

@@ -18,11 +18,17 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import BATCH_TOKENS
 from quantkit.calibrate.ranks import Ranks
-from quantkit.quant.tensor_cores import add_sample_product_, sample_linear, sample_products
+from quantkit.quant.gptq import mirror_
+from quantkit.quant.tensor_cores import (
+    add_gram_,
+    add_sample_product_,
+    sample_linear,
+    sample_products,
+)
 
 PANEL = 1024
 """Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
-last row are not computed. Ranks divide the panels, and each sums its own over all tokens, so the
+last row, or of the diagonal, are not computed. Ranks divide the panels, and each sums its own over all tokens, so the
 sums equal those of one process."""
 
 
@@ -117,13 +123,11 @@ class StatisticsAccumulator:
         self._sample, self._ranks, self._every = RowSample(sample_rows), ranks, every
         self._rows = [self._hessian.new_empty(0, channels)]
 
-    @sample_products()
     def add(self, x: Tensor, w: Tensor | None = None) -> None:
         """x float32 [T, K] of calibration tokens; w [T, 1]: weights of the tokens."""
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         x = x if w is None else x * w
-        for rows in own_panels(x.shape[1], self._ranks):
-            self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+        add_gram_(self._hessian, x, own_panels(x.shape[1], self._ranks))
         self._tokens += x.shape[0]
         if self._every:
             self._rows.append(x[:: self._every].clone())
@@ -136,10 +140,8 @@ class StatisticsAccumulator:
         """The statistics. They take this sum's memory: it cannot be used afterwards."""
         hessian = self._hessian.div_(max(self._tokens, 1))
         send_panels(hessian, self._ranks)
-        for rows in panels(len(hessian)):
-            hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
         return InputStatistics(
-            hessian, self._absmax, self._sample.rows(hessian), torch.cat(self._rows)
+            mirror_(hessian), self._absmax, self._sample.rows(hessian), torch.cat(self._rows)
         )
 
 

@@ -30,7 +30,7 @@ from quantkit.grids.nvfp4 import Nvfp4Weight, input_divisor
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.quant.compensation import compensate, compensate_both, sample_output_directions
 from quantkit.quant.gptq import Curvature, Descent, scaled_losses
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
 
 NO_COSTS: Mapping[str, Curvature] = {}
 NO_SOLUTIONS: Mapping[str, tuple[Tensor, Scales]] = {}
@@ -348,7 +348,7 @@ def _errors(
     """Errors of candidates Q for some rows of W. For each row x of `sample` [S, K]: ||W x||^2, then
     ||(W - Q) x||^2 of every candidate, float32 [1 + n, S]; and these rows' share in J^T (W - Q) x,
     [n, C, S], J the same rows of a whole `sample_output_directions`."""
-    outputs = [x @ sample.t() for x in (w, *(w - values for values in candidates))]
+    outputs = [sample_linear(x, sample) for x in (w, *(w - values for values in candidates))]
     judged = None if judge is None else torch.stack([judge.t() @ output for output in outputs[1:]])
     return torch.stack([output.square_().sum(0) for output in outputs]), judged
 

@@ -315,7 +315,8 @@ def check_finite(name: str, tensor: Tensor) -> None:
     # In chunks: isfinite needs several copies of its input.
     for part in tensor.reshape(-1).split(_FINITE_CHUNK):
         values = part.float() if part.dtype.itemsize == 1 else part
-        count += values.numel() - int(torch.isfinite(values).sum())
+        if not bool(torch.isfinite(values.sum())):  # one pass, and nothing is copied
+            count += values.numel() - int(torch.isfinite(values).sum())
     if count:
         raise QuantkitError(
             f"{name} holds {count} values that are NaN or infinite",

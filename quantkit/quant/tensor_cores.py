@@ -9,11 +9,12 @@ arithmetic of GPTQ and descent uses TF32 on a GPU and float32 on a CPU (`tensor_
 Routers, scale verification and the paths of held-out tokens, which are compared, use full float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from quantkit_kernels.cpu.gram import GramOperand, has_gram
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,6 +58,15 @@ def sample_linear(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)
 
 
+def leading_sample_linear(x: Tensor, w: Tensor, count: int) -> Tensor:
+    """x [T, K] @ w [N, K]^T, whose first `count` rows are calibration tokens and the others held
+    out: `sample_linear`, then the caller's precision. On a GPU all have that."""
+    if x.device.type != "cpu" or not count:
+        return F.linear(x, w)
+    first = sample_linear(x[:count], w)
+    return first if count == len(x) else torch.cat((first, F.linear(x[count:], w)))
+
+
 @sample_products()
 def add_sample_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out [M, N] plus a [T, M]^T @ b [T, N] of calibration tokens, in place."""
@@ -64,6 +74,29 @@ def add_sample_product_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out += a.bfloat16().t() @ b.bfloat16()
     else:
         out.addmm_(a.t(), b)
+
+
+@sample_products()
+def add_gram_(out: Tensor, x: Tensor, panels: Iterable[slice]) -> None:
+    """out [K, K] plus x^T x of calibration tokens x [T, K], in place: in these panels of rows, at
+    least up to the diagonal."""
+    if _has_faster_gram(x):
+        operand = GramOperand(x)
+        for rows in panels:
+            operand.add_to(out, rows)
+        return
+    for rows in panels:
+        out[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+
+
+@sample_products()
+def gram(x: Tensor) -> Tensor:
+    """x^T x [K, K] of calibration tokens x [T, K]."""
+    if not _has_faster_gram(x):
+        return x.t() @ x
+    out = x.new_zeros(x.shape[1], x.shape[1])
+    GramOperand(x).add_to(out, slice(0, len(out)))
+    return out.tril_().add_(out.tril(-1).t())
 
 
 def error_product(a: Tensor, b: Tensor) -> Tensor:
@@ -110,6 +143,11 @@ def _rounds_itself(a: Tensor, columns: int) -> bool:
     result is then rounded, too."""
     large = a.numel() * columns >= LARGE
     return a.device.type == "cpu" and large and _has_bf16() and not _has("amx_bf16")
+
+
+def _has_faster_gram(x: Tensor) -> bool:
+    """Whether x^T x is best summed by the project's C++, whose sums are not rounded."""
+    return _rounds_itself(x.t(), x.shape[1]) and has_gram()
 
 
 def _has_bf16() -> bool:

@@ -26,6 +26,7 @@ _FLAGS = {
 }
 _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
+    "gram": ("BF16",),
     "int8_experts": ("VNNI",),
     **dict.fromkeys(
         ("dense", "int4_rows"),
@@ -40,6 +41,7 @@ _LEVELS = {
 _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "dense": {"qk_dense_rows": (3, 5)},
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
+    "gram": {"qk_gram_words": (2, 4), "qk_gram_add": (2, 5)},
     "int4": {"qk_int4_expand": (4, 8)},
     "int4_rows": {"qk_int4_rows": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
@@ -101,7 +103,7 @@ def level_of(name: str) -> str:
 
 def why_no_library(name: str) -> str | None:
     """None where the library of `name`.cpp is there or can be made."""
-    if level() not in _LEVELS[name]:
+    if level_of(name) not in _LEVELS[name]:
         return f"needs AVX2 or AVX-512, torch finds {torch.backends.cpu.get_cpu_capability()} here"
     if sys.platform != "linux":
         return f"is compiled on Linux only, not on {sys.platform}"
