@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.grids.base import Quantizer
 from quantkit.grids.best_scale_kernel import round_level
-from quantkit.quant.block_rounding import BlockParts, ColumnScales
+from quantkit.quant.block_rounding import BlockParts, ColumnScales, batch_stride
 
 ROWS, STRIP = 32, 32
 """Of a program, which is one warp: columns depend on each other, so a program's speed is the number
@@ -125,15 +125,10 @@ def round_block(
     low, high = quantizer.code_range or (0, 0)
     _round_block[(triton.cdiv(rows, ROWS), batch)](
         target, update_t, size, nought, groups, factor, *in_all,
-        rows, _batch_stride(size), groups.stride(0) if groups.dim() == 2 else 0,
-        *map(_batch_stride, in_all),
+        rows, batch_stride(size), groups.stride(0) if groups.dim() == 2 else 0,
+        *map(batch_stride, in_all),
         float(low), float(high),
         COLUMNS=columns, STRIP=STRIP, ROWS=ROWS, PRECISION=PRECISION,
         FP4=quantizer.kind == "fp4", FP8=quantizer.kind == "fp8",
         ZERO=zero is not None, SEEN=parts.factored_error is not None, num_warps=1,
     )  # fmt: skip
-
-
-def _batch_stride(t: Tensor) -> int:
-    """From one of a batch to the next."""
-    return t.stride(0) if t.dim() == 3 else 0

@@ -116,35 +116,56 @@ def has_cpp() -> bool:
 
 
 def round_block_cpp(
-    target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
-) -> Tensor:
-    """Rounds target [..., C, N], C at most 128, into `values`, a part of [..., K, N], and returns
-    the rounding errors [..., C, N]; target is not changed. update [..., C, C]: change of column i
-    for an error of 1 in column j. At most one leading dimension."""
+    target: Tensor, update: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
+) -> None:
+    """A `RoundBlock` of at most 128 columns and one leading dimension. Target is not changed."""
     columns, rows = target.shape[-2:]
     assert columns <= _MOST_COLUMNS, columns
-    zero = scales.scale if scales.zero_point is None else scales.zero_point
-    update_t = [one.contiguous() for one in (target, update, scales.scale, zero)]
-    errors = torch.empty_like(update_t[0])
-    assert scales.scale.shape == zero.shape == target.shape
-    assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
-    batch, difference = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
-    integer = _INTEGER if scales.zero_point is None else _INTEGER_WITH_ZERO
-    grid = {"fp4": _E2M1, "fp8": _E4M3}.get(quantizer.kind, integer)
-    low, high = quantizer.code_range or (0, 0)
+    target, update, groups = target.contiguous(), update.contiguous(), steps.groups.contiguous()
+    size, zero = steps.scales.scale.contiguous(), steps.scales.zero_point
+    assert size.shape[-1] == rows, size.shape
+    assert groups.shape[-1] == columns, groups.shape
+    factored, pivot = parts.factored_error, parts.pivot
+    in_all = parts.before, parts.values, parts.difference, parts.values
+    if factored is not None and pivot is not None:
+        in_all, pivot = (*in_all[:3], factored), pivot.contiguous()
+    assert all(one.stride()[-2:] == (rows, 1) for one in in_all), (
+        f"not whole columns: {[one.stride() for one in in_all]}"
+    )
+    batch, integer = (len(target) if target.dim() == 3 else 1), _INTEGER
+    if zero is not None:
+        zero, integer = zero.contiguous(), _INTEGER_WITH_ZERO
     loaded = once("round_block")
     assert loaded is not None, "has_cpp() was called before"
-    pointers = (one.data_ptr() for one in (*update_t, values, errors))
+    own = target, update, size, size if zero is None else zero, groups
+    *known, last = (one.data_ptr() for one in in_all)
     loaded.qk_round_block(
-        *pointers, grid, batch, columns, rows, difference, low, high, torch.get_num_threads()
+        *(one.data_ptr() for one in own),
+        None if pivot is None else pivot.data_ptr(),
+        *known,
+        None if pivot is None else last,
+        {"fp4": _E2M1, "fp8": _E4M3}.get(quantizer.kind, integer),
+        batch,
+        columns,
+        rows,
+        batch_stride(size),
+        groups.stride(0) if groups.dim() == 2 else 0,
+        *map(batch_stride, in_all),
+        *(quantizer.code_range or (0, 0)),
+        torch.get_num_threads(),
     )
-    return errors
+
+
+def batch_stride(t: Tensor) -> int:
+    """From one of a batch to the next."""
+    return t.stride(0) if t.dim() == 3 else 0
 
 
 def round_block_torch(
     target: Tensor, update: Tensor, quantizer: Quantizer, scales: Scales, values: Tensor
 ) -> Tensor:
-    """As `round_block_cpp`, but target is overwritten."""
+    """Rounds target [..., C, N], which is overwritten, into `values`, and returns the rounding
+    errors [..., C, N]. scales: of every column, [..., C, N]."""
     errors = torch.empty_like(target)
     width = target.shape[-2]
     sizes, zeros = (

@@ -35,9 +35,8 @@ Shapes: values and factored_error [..., K, N], columns in the order of the curva
 dimensions (experts) run as one batch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -359,25 +358,17 @@ def block_rounder(device: torch.device) -> RoundBlock:
         )  # Triton is part of PyTorch's GPU builds
 
         return round_block
-    return partial(
-        _round_block_with_errors,
-        round_block_cpp if device.type == "cpu" and has_cpp() else round_block_torch,
-    )
+    return round_block_cpp if device.type == "cpu" and has_cpp() else _round_block_by_torch
 
 
-def _round_block_with_errors(
-    round_block: Callable[[Tensor, Tensor, Quantizer, Scales, Tensor], Tensor],
-    target: Tensor,
-    update: Tensor,
-    quantizer: Quantizer,
-    steps: ColumnScales,
-    parts: BlockParts,
+def _round_block_by_torch(
+    target: Tensor, update: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
 ) -> None:
-    """A `RoundBlock` from `round_block`, which returns the rounding errors [..., C, N]."""
+    """A `RoundBlock`."""
     before = (
         parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
     )
-    errors = round_block(target, update, quantizer, steps.spread, parts.values)
+    errors = round_block_torch(target, update, quantizer, steps.spread, parts.values)
     if parts.factored_error is not None and parts.pivot is not None:
         torch.mul(errors, parts.pivot, out=parts.factored_error)
     torch.sub(before, parts.values, out=parts.difference)

@@ -14,6 +14,7 @@ from block_rounding import (
 
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant import block_rounding, gptq
+from quantkit.quant.block_rounding import BlockParts, ColumnScales
 
 MORE = {"int4": IntQuantizer(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE
@@ -39,19 +40,17 @@ def test_ties_fall_to_even_and_ends_are_kept(grid):
 def test_bits_are_those_of_any_number_of_threads():
     torch.manual_seed(2)
     quantizer, shape = EVERY["int4 with zero points"], (2, 128, 300)
-    target, scales, update = (
-        torch.randn(shape),
-        random_scales(quantizer, shape, "cpu"),
-        random_reaction((2,), 128, "cpu"),
-    )
+    target, update = torch.randn(shape), random_reaction((2,), 128, "cpu")
+    scales, groups = random_scales(quantizer, shape, "cpu"), torch.arange(128)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            values = torch.empty(shape)
-            found.append(
-                (values, block_rounding.round_block_cpp(target, update, quantizer, scales, values))
-            )
+            values, difference = torch.empty(shape), torch.empty(shape)
+            parts = BlockParts(values, target, difference)
+            steps = ColumnScales(scales, groups)
+            block_rounding.round_block_cpp(target, update, quantizer, steps, parts)
+            found.append((values, difference))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -61,16 +60,15 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it():
     target = torch.ones(2, 3)
     target[0, 1] = torch.nan
     for quantizer in EVERY.values():
-        scales, values = random_scales(quantizer, (2, 3), "cpu"), torch.empty(2, 3)
-        block_rounding.round_block_cpp(target, torch.zeros(2, 2), quantizer, scales, values)
-        assert values.isnan().tolist() == [[False, True, False]] * 2
+        steps = ColumnScales(random_scales(quantizer, (2, 3), "cpu"), torch.arange(2))
+        parts = BlockParts(torch.empty(2, 3), target, torch.empty(2, 3))
+        block_rounding.round_block_cpp(target, torch.zeros(2, 2), quantizer, steps, parts)
+        assert parts.values.isnan().tolist() == [[False, True, False]] * 2
 
 
 def test_gptq_takes_it_and_goes_without(monkeypatch):
-    def chosen():
-        (own,) = gptq.block_rounder(torch.device("cpu")).args
-        return own
-
-    assert chosen() is block_rounding.round_block_cpp
+    assert gptq.block_rounder(torch.device("cpu")) is block_rounding.round_block_cpp
     monkeypatch.setattr(gptq, "has_cpp", lambda: False)
-    assert chosen() is block_rounding.round_block_torch
+    assert_as_column_by_column(
+        gptq.block_rounder(torch.device("cpu")), EVERY["int4"], (2, 48, 20), "cpu"
+    )

@@ -50,7 +50,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7), "qk_gqa_prepare": (9, 8, 1)},
     "prompts": {"qk_prompt_attend": (6, 9)},
     "repeat": {"qk_repeat": (1, 1)},
-    "round_block": {"qk_round_block": (6, 8)},
+    "round_block": {"qk_round_block": (10, 13)},
     "silu": {"qk_silu_and_mul": (2, 4), "qk_silu_and_rotate": (2, 5)},
     "w8a16": {"qk_w8a16_linear": (4, 5)},
 }
