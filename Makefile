@@ -192,7 +192,7 @@ test-placement-loaders: $(VENV)/test.stamp
 	$(BIN)/pip download --quiet --no-deps --dest out/wheels sglang==0.5.23 vllm-ascend==0.23.0
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/placement_loaders.py --wheels out/wheels
 
-# An estimated half hour of CPU time, which was not measured as a whole, and 5 GB of disk for the environments.
+# An estimated hour of CPU time, which was not measured as a whole, and 5 GB of disk for the environments.
 test-loaders: .venv-vllm-cuda/stamp .venv-vllm-ascend/stamp .venv-sglang/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests/support $(BIN)/python tests/judges/loaders/judge.py --vllm .venv-vllm-cuda/bin/python --vllm-ascend .venv-vllm-ascend/bin/python \
 		--sglang .venv-sglang/bin/python --directory out/loaders --result

@@ -115,8 +115,11 @@ w8a16 compressed-tensors
 """.strip().splitlines()
 ]
 # What an engine has no class for, or, vLLM's, whose config transformers does not know, or which it
-# does not make without a vision tower's processor; and where there is nothing to quantize.
-WITHOUT = {"sglang": ("pangu_ultra_moe",), "vllm": ("pangu_ultra_moe", "glm5_next", "qwen4_exp")}
+# does not make without a vision tower's processor or a device's attention; and where there is nothing to quantize.
+WITHOUT = {
+    "sglang": ("pangu_ultra_moe",),
+    "vllm": ("pangu_ultra_moe", "glm5_next", "qwen4_exp", "hy_v4"),
+}
 # Linears in groups that vllm-ascend takes by quantkit's plugin, and for which engine they are written: int4 with zero points and without,
 # int8, and AWQ's layout with its experts.
 PLUGIN = {

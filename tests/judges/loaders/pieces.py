@@ -54,7 +54,9 @@ RELEASED = {
         **_TEXT,
         r"(layers\.\d+\.)([qkvo]_(proj|norm)|indexer)": r"\1self_attn.\2",
     },
+    "hy_v4": {r"\.shared_head\.norm": ".final_layernorm"},
 }
+MTP = {"deepseek_v4": "mtp.0.", "hy_v4": "mtp_layers.0."}
 # Held a second time: the main model's head, what a recurrence reads; and parts of a table joined.
 TWICE = r"shared_head\.head\||\.attn\.(A_log|dt_bias)\||\.dsa_attn\.|ngram_embedding\|"
 E2M1 = torch.tensor(
@@ -96,16 +98,23 @@ def e2m1_along_last(pairs):
 def released(pieces, config):
     """By the release's names. Of DeepSeek-V4 MTP layers are apart and have no head, and sinks are of
     the rank's own heads: kernels have padded ones, and vllm-ascend's a product for each group of
-    heads. SGLang makes GLM-5.3's shared expert the last of the routed ones."""
-    names, found = RELEASED.get(config["model_type"], {}), {}
+    heads. SGLang makes GLM-5.3's shared expert the last of the routed ones, and has the rotated
+    channels of Hy4's indexer first."""
+    family = config["model_type"]
+    names, found = RELEASED.get(family, {}), {}
     first = f"layers.{config.get('num_hidden_layers')}."
     shared = f".experts.{config.get('n_routed_experts')}."
     for name, tensor in pieces.items():
         name = name.replace(shared, ".experts.SHARED.")
         for engine, own in names.items():
             name = re.sub(engine, own, name)
-        if config["model_type"] == "deepseek_v4":
-            name = name.replace(first, "mtp.0.")
+        name = name.replace(first, MTP.get(family, first))
+        if family == "hy_v4" and re.search(r"\.indexer\.(wq_b|wk|k_norm)", name):
+            heads, rotated = (
+                tensor.unflatten(0, (-1, config["index_head_dim"])),
+                config["qk_rope_head_dim"],
+            )
+            tensor = heads.roll(-rotated, 1).flatten(0, 1)
         tensor = tensor[tensor.isfinite()] if name.endswith("attn_sink|value") else tensor
         if name.endswith("wo_a|value") and tensor.dim() == 3:
             tensor = tensor.mT.flatten(0, 1)
