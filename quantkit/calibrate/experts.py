@@ -26,6 +26,7 @@ from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import (
     gram,
     leading_sample_linear,
+    sample_linear,
     sample_products,
     tensor_core_products,
 )
@@ -224,7 +225,10 @@ class ExpertSolver:
             layer = weights.hidden(of_layer, len(of_layer)), one.of_layer
             drifts.append(expert_drift(*own, layer, self.solver.recipe.min_expert_tokens))
         correction = curvature.solved(torch.stack(drifts))
-        change = [weights.down @ own for weights, own in zip(experts.values(), correction)]
+        change = [
+            sample_linear(weights.down, own.t())
+            for weights, own in zip(experts.values(), correction)
+        ]
         for (number, weights), one, own_change in zip(experts.items(), runs, change):
             tokens, w, fitted = self.routed.quantized_tokens_of(number)
             o = weights.hidden(

@@ -297,7 +297,7 @@ def expert_drift(
     """As `Drift.inputs`, [I, I], for the input of an expert's down projection. original, hidden [n,
     I]: on the original and the quantized path, for the expert's tokens, with routing weights w [n];
     layer: both for R rows of the layer, [R, I], weighted as in its Hessian."""
-    total = ((original - hidden) * w.square()[:, None]).t() @ hidden
+    total = sample_linear(((original - hidden) * w.square()[:, None]).t(), hidden.t())
     o, x = layer
     share = blend / len(x) * (w.square().mean() if len(w) else torch.ones((), device=w.device))
     return total.addmm_((o - x).t() * share, x).div_(max(len(hidden) + blend, 1))

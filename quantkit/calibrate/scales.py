@@ -29,7 +29,7 @@ from quantkit.models.table import ScaleGroup, ValueHeads
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
 
 BATCH_VALUES = {"cpu": 2**22}
 """Weights that the search quantizes at a time, over all candidates, by device type; accelerators
@@ -274,7 +274,11 @@ class LinearInput:
         drift = self.drift
         if drift is None:
             return w
-        change = self.curvature.solved(drift.inputs) if drift.wide else w @ self._correction
+        change = (
+            self.curvature.solved(drift.inputs)
+            if drift.wide
+            else sample_linear(w, self._correction.t())
+        )
         changes = [((drift.sample - self.sample) @ w.t(), change)]
         if drift.stream is not None and drift.stream_sample is not None:
             changes.append((drift.stream_sample, self.curvature.solved(drift.stream)))
