@@ -34,7 +34,7 @@ from typing import Any
 from quantkit.common import records
 from quantkit.common.errors import QuantkitError
 from quantkit.common.records import Record
-from quantkit.common.result import one_line
+from quantkit.common.result import JsonObject, one_line
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.reasoning_tags import END_THINK, THINK
 
@@ -42,7 +42,7 @@ ACCEPTED_FORMATS = (
     "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt "
     "and response"
 )
-Message = dict[str, Any]
+Message = JsonObject
 
 _ROLES = {
     "user": "user",
@@ -99,7 +99,7 @@ def read_document(value: Any) -> Document:
     return replace(_document(fields), kind=kind if isinstance(kind, str) else "")
 
 
-def _document(fields: dict[str, Any]) -> Document:
+def _document(fields: JsonObject) -> Document:
     for name in ("messages", "conversations", "conversation"):
         if isinstance(fields.get(name), list | str):
             return _conversation(name, fields)
@@ -115,7 +115,7 @@ def _document(fields: dict[str, Any]) -> Document:
     raise UnknownRecordFormat("it has " + (", ".join(list(fields)[:6]) if fields else "no field"))
 
 
-def _conversation(name: str, fields: dict[str, Any]) -> Document:
+def _conversation(name: str, fields: JsonObject) -> Document:
     found = _list(fields[name], name)
     messages = [_message(one, f"{name}[{number}]") for number, one in enumerate(found)]
     shared = any(isinstance(one, dict) and "from" in one for one in found)
@@ -129,7 +129,7 @@ def _conversation(name: str, fields: dict[str, Any]) -> Document:
     )
 
 
-def _alpaca(fields: dict[str, Any], reply: str) -> Document:
+def _alpaca(fields: JsonObject, reply: str) -> Document:
     question = [_text(fields.get(name), name) for name in ("instruction", "input")]
     turns = [
         ("system", _text(fields.get("system"), "system")),
@@ -139,7 +139,7 @@ def _alpaca(fields: dict[str, Any], reply: str) -> Document:
     return Document("alpaca", messages=_turns(turns))
 
 
-def _exchange(fields: dict[str, Any], question: str, reply: str) -> Document:
+def _exchange(fields: JsonObject, question: str, reply: str) -> Document:
     parts = [
         [_message(one, f"{name}[{number}]") for number, one in enumerate(fields[name])]
         if isinstance(fields[name], list)
@@ -320,7 +320,7 @@ def _data_set(name: str) -> Iterator[Record]:
         raise QuantkitError(problem, "check its id and split, or give a file") from error
 
 
-def _cached(datasets: Any, options: dict[str, Any]) -> Any:
+def _cached(datasets: Any, options: JsonObject) -> Any:
     """The data set from the cache of an earlier download, without network access; None if it is not
     there."""
     if not _in_cache(datasets, str(options["path"])):

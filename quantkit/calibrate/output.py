@@ -30,6 +30,7 @@ from quantkit.checkpoint.shards import host_memory
 from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter, Content
 from quantkit.common.progress import Note, OnEvent, Progress
+from quantkit.common.result import JsonObject
 from quantkit.common.scratch import give_back
 from quantkit.grids.base import Grid, Weight, grid_label
 from quantkit.models.table import Parameter
@@ -157,7 +158,7 @@ class Output:
         unit: str,
         quantized: dict[str, Weight],
         unquantized: dict[str, Tensor],
-        facts: dict[str, Any],
+        facts: JsonObject,
     ) -> None:
         """Write a unit in the background. quantized: by module. unquantized: by tensor name; absent
         tensors of the unit are copied from the source."""
@@ -187,11 +188,11 @@ class Output:
         ranks.barrier()
         self.writer.refresh()
 
-    def facts(self, unit: str) -> dict[str, Any]:
+    def facts(self, unit: str) -> JsonObject:
         """The facts stored with a finished unit."""
         return self.writer.facts(unit)
 
-    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
+    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], JsonObject]:
         """A finished unit: its weights on the device, its unquantized tensors, and its facts."""
         tensors, facts = self.writer.read(unit), self.writer.facts(unit)
         weights, unquantized = {}, {}
@@ -211,7 +212,7 @@ class Output:
         return weights, unquantized, facts
 
     def save_state(
-        self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any], *, fit: bool = True
+        self, layer: int, tensors: dict[str, Tensor], facts: JsonObject, *, fit: bool = True
     ) -> None:
         """Save the hidden states at the input of a layer and the findings so far for a restart,
         replacing those saved before. fit: into the host's memory, so that those of an accelerator
@@ -237,7 +238,7 @@ class Output:
 
     def load_state(
         self, scratch: Path | None = None
-    ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    ) -> tuple[int, dict[str, Tensor], JsonObject] | None:
         """The layer whose input was saved last, with the saved states and facts. scratch: as of
         `HiddenStates`."""
         path = self.writer.state_dir / "hidden.safetensors"
@@ -287,11 +288,11 @@ class Output:
             after[row.part] += sum(spec.nbytes for spec in self.specs(row))
         return dict(before), dict(after.most_common())
 
-    def manifest(self) -> dict[str, dict[str, Any]]:
+    def manifest(self) -> dict[str, JsonObject]:
         """Every tensor of the source: quantized, copied, transformed or dropped, what it became,
         and why."""
         changed = {name for unit in self.units for name in self.writer.facts(unit)["changed"]}
-        entries: dict[str, dict[str, Any]] = {}
+        entries: dict[str, JsonObject] = {}
         for row in self.rows.values():
             became = [spec.name for spec in self.specs(row)]
             for part in self.source.parts(row):
@@ -351,7 +352,7 @@ class Findings:
 
     def facts(
         self, linears: Mapping[str, LinearResult], scales: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Facts to store with a unit so that a resumed run reports the same; also merged here."""
         facts = {
             "errors": {
@@ -367,7 +368,7 @@ class Findings:
         self.merge(facts)
         return facts
 
-    def merge(self, facts: dict[str, Any]) -> None:
+    def merge(self, facts: JsonObject) -> None:
         self.errors |= {
             module: math.nan if error is None else error
             for module, error in facts["errors"].items()
@@ -380,7 +381,7 @@ class Findings:
         known = [error for error in self.errors.values() if not math.isnan(error)]
         return math.fsum(known) / len(known) if known else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         return asdict(self)
 
 

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ DECIDED = "decided"
 """Annotation of a field that the architecture's file sets, never config.json."""
 
 
-def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
+def read_fields(config_class: type, config: JsonObject) -> JsonObject:
     """The fields of `config_class` that config.json has; null means the default where there is one.
 
     `rope` is not read: the architecture builds it from several keys. Raises QuantkitError naming a
@@ -78,7 +79,7 @@ def check_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_flag(config: dict[str, Any], name: str, *, default: bool = False) -> bool:
+def check_flag(config: JsonObject, name: str, *, default: bool = False) -> bool:
     """A field that is true or false; missing or null is the default."""
     value = config.get(name)
     if value is None:
@@ -126,7 +127,7 @@ def check_layer_kinds(
 
 
 def refuse_other_values(
-    config: dict[str, Any],
+    config: JsonObject,
     computed: Mapping[str, Any],
     architecture: str,
     *,
@@ -145,7 +146,7 @@ def refuse_other_values(
             )
 
 
-def refuse_attention_bias(config: dict[str, Any]) -> None:
+def refuse_attention_bias(config: JsonObject) -> None:
     if config.get("attention_bias"):
         raise QuantkitError(
             "config.json has attention_bias",

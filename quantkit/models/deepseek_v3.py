@@ -13,6 +13,7 @@ from typing import Any
 from quantkit_kernels import Norms, Routing
 from torch import Tensor
 
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, mtp
 from quantkit.models.architecture import LatentCache, ModelConfig
 from quantkit.models.config import (
@@ -88,7 +89,7 @@ class Config(ModelConfig):
     scoring_func: str = "sigmoid"
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
         refuse_other_values(config, _COMPUTED, "DeepSeek-V3")
@@ -149,7 +150,7 @@ class Config(ModelConfig):
         return layer >= self.first_k_dense_replace
 
 
-def without_null_rank(config: dict[str, Any]) -> dict[str, Any]:
+def without_null_rank(config: JsonObject) -> JsonObject:
     """config.json with q_lora_rank 0 for null."""
     return {**config, "q_lora_rank": 0} if config.get("q_lora_rank", 0) is None else config
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, deepseek_v3, mtp
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
@@ -48,7 +49,7 @@ class Config(deepseek_v3.Config):
     mlp_layer_types: Annotated[tuple[str, ...], DECIDED] = ()
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         for name in SHARING:
             if config.get(name) not in (None, 1):
                 raise QuantkitError(
@@ -58,7 +59,7 @@ class Config(deepseek_v3.Config):
         return cls.read(config, interleaved=False)
 
     @classmethod
-    def read(cls, config: dict[str, Any], *, interleaved: bool) -> "Config":
+    def read(cls, config: JsonObject, *, interleaved: bool) -> "Config":
         """interleaved: whether the indexer rotates adjacent channels; config.json must not
         differ."""
         computed = {
@@ -108,7 +109,7 @@ class Config(deepseek_v3.Config):
         return bool(self.mlp_layer_types) or super().is_moe(layer)
 
 
-def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
+def _with_experts(config: JsonObject) -> JsonObject:
     """config.json with the number of experts as n_routed_experts."""
     for name in _ALIASES:
         if config.get(name) is not None:

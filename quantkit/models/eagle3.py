@@ -10,7 +10,6 @@ Symbols: T tokens, H hidden_size of the head.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from quantkit_kernels import add_rms_norm, by_own_backend, rms_norm
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa, llama
 from quantkit.models.config import check_flag
 from quantkit.models.context import Context
@@ -49,7 +49,7 @@ class HeadConfig:
     depths: tuple[int, ...] | None
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "HeadConfig":
+    def from_dict(cls, config: JsonObject) -> "HeadConfig":
         """From config.json. Raises QuantkitError for a value that is not computed here."""
         decoder = llama.Config.from_dict(config)
         if decoder.num_hidden_layers != 1:
@@ -100,7 +100,7 @@ class HeadConfig:
         return self.depths or (2, layers // 2, layers - 3)
 
 
-def is_head(config: dict[str, Any]) -> bool:
+def is_head(config: JsonObject) -> bool:
     """Whether config.json is that of an EAGLE-3 head."""
     names = config.get("architectures")
     return isinstance(names, list) and any(name in CLASSES for name in names)

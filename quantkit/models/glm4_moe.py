@@ -2,10 +2,10 @@
 experts and MTP layer."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quantkit_kernels import Routing
 
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa, mtp
 from quantkit.models.config import (
     CountOrNone,
@@ -40,7 +40,7 @@ class _Fields:
 
 class Config(gqa.Config):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """num_mtp_layers is transformers' name for num_nextn_predict_layers."""
         refuse_windows(config)
         if "num_nextn_predict_layers" not in config and "num_mtp_layers" in config:
@@ -62,7 +62,7 @@ class Config(gqa.Config):
         )
 
 
-def read_grouped_routing(config: dict[str, Any]) -> Routing:
+def read_grouped_routing(config: JsonObject) -> Routing:
     """Group-limited sigmoid routing. Raises QuantkitError where sizes do not fit."""
     routing = replace(
         read_routing(

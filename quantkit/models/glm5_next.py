@@ -10,10 +10,11 @@ and the head. Symbols: T tokens, H hidden_size, n streams.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from quantkit_kernels import Gating
 
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, deepseek_v3, deepseek_v32, glm_moe_dsa, hyper_connections, mtp
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
@@ -54,7 +55,7 @@ from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
 
-_COMPUTED: dict[str, Any] = {
+_COMPUTED: JsonObject = {
     "hidden_act": "silu",
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -95,7 +96,7 @@ class Config(glm_moe_dsa.Config):
     recurrent: Annotated[DeltaNet | None, DECIDED] = None
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json, whose text model is in text_config or at the top. Raises QuantkitError
         where a required field is missing or a value is not computed here."""
         text = config if config.get("text_config") is None else config["text_config"]
@@ -158,14 +159,14 @@ class Config(glm_moe_dsa.Config):
         return self.mlp_layer_types[min(layer, self.num_hidden_layers - 1)] == _SPARSE
 
 
-def _read_mlps(text: dict[str, Any], num_layers: int) -> tuple[str, ...]:
+def _read_mlps(text: JsonObject, num_layers: int) -> tuple[str, ...]:
     kinds = text.get("mlp_layer_types")
     if kinds is None:
         kinds = [_SPARSE if layer >= _DENSE_LAYERS else _DENSE for layer in range(num_layers)]
     return check_layer_kinds("mlp_layer_types", kinds, num_layers, (_DENSE, _SPARSE))
 
 
-def _read_delta_net(text: dict[str, Any], num_layers: int) -> DeltaNet | None:
+def _read_delta_net(text: JsonObject, num_layers: int) -> DeltaNet | None:
     """The linear attention that config.json describes, in the words of the release
     (linear_attn_config) or of transformers."""
     heads, dim, kernel = read_delta_sizes(text, _SIZES)

@@ -7,9 +7,10 @@ A sharing layer attends to the tokens that the last layer with an indexer select
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models import deepseek_v32
 from quantkit.models.config import DECIDED, check_count, refusal
 from quantkit.models.deepseek_v32 import DecoderLayer, Model, MtpLayer, parameters, scale_groups
@@ -30,7 +31,7 @@ class Config(deepseek_v32.Config):
     indexer_types: Annotated[tuple[str, ...], DECIDED] = ()
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         made = cls.read(config, interleaved=True)
         assert isinstance(made, cls), made
         return replace(made, indexer_types=read_types(config, made.num_hidden_layers))
@@ -47,9 +48,7 @@ class Config(deepseek_v32.Config):
         return layer >= len(self.indexer_types) or self.indexer_types[layer] == _FULL
 
 
-def read_types(
-    config: dict[str, Any], num_layers: int, others: Container[int] = ()
-) -> tuple[str, ...]:
+def read_types(config: JsonObject, num_layers: int, others: Container[int] = ()) -> tuple[str, ...]:
     """As in transformers: listed, or as a pattern of letters, or with a frequency from some layer
     on. others: layers without sparse attention, for which this is `full`."""
     key = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"

@@ -15,6 +15,7 @@ from quantkit_kernels.gating import sigmoid
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache, ModelConfig
 from quantkit.models.config import (
@@ -150,7 +151,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 this file computes the same."""
 
 
-def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> None:
+def refuse_other_forwards(config: JsonObject, own: Collection[str] = ()) -> None:
     """Raises QuantkitError naming the key where config.json has a value that is not computed here.
     own: keys that the architecture reads itself."""
     for key, values in _COMPUTED.items():
@@ -162,12 +163,12 @@ def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> 
 
 
 def read_config(
-    config: dict[str, Any],
+    config: JsonObject,
     *,
     default_theta: float | None = DEFAULT_THETA,
     partial_rotary_factor: float | None = None,
     own: Collection[str] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """The shared fields, without windows.
 
     default_theta: rope_theta where config.json has none; None if it must have one.

@@ -6,8 +6,8 @@ forward of it.
 """
 
 from dataclasses import replace
-from typing import Any
 
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa, mtp
 from quantkit.models.config import (
     MOST_LAYERS,
@@ -41,7 +41,7 @@ _MTP = "num_nextn_predict_layers"
 
 class Config(gqa.Config):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         refuse_other_values(config, _COMPUTED, "Hy3")
         refuse_windows(config)
         values = gqa.read_config(
@@ -67,7 +67,7 @@ class Config(gqa.Config):
         )
 
 
-def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+def _dense_layers(config: JsonObject, num_layers: int) -> frozenset[int]:
     """Layers without experts: as listed in mlp_layer_types, else the first
     first_k_dense_replace."""
     kinds = config.get("mlp_layer_types")

@@ -9,12 +9,12 @@ reads the main model's normed output, as in vLLM, and shares the embedding and t
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from quantkit_kernels import Gating
 from quantkit_kernels.gating import sigmoid
 from torch import Tensor
 
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, deepseek_v3, deepseek_v32, glm_moe_dsa, hyper_connections, mtp
 from quantkit.models.config import check_flag, check_layer_kinds, refuse_other_values
 from quantkit.models.context import Context
@@ -31,13 +31,13 @@ from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
 
-_COMPUTED: dict[str, Any] = {
+_COMPUTED: JsonObject = {
     "enable_ihc": True,
     "gated_mla": True,
     "gating_type": "elementwise",
     "learnable_sink": True,
 }
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: JsonObject = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -70,7 +70,7 @@ class Config(glm_moe_dsa.Config):
     swiglu_limit: float = 10.0
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed here."""
         pairs = check_flag(config, "rope_interleave", default=True)

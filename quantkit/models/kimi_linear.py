@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, deepseek_v3
 from quantkit.models.config import (
     DECIDED,
@@ -80,7 +81,7 @@ class Config(deepseek_v3.Config):
     sparse_layers: Annotated[frozenset[int], DECIDED] = frozenset()
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
         refuse_other_values(config, _OWN, "Kimi-Linear", allow_null=True)
@@ -90,7 +91,7 @@ class Config(deepseek_v3.Config):
         return cls.read({**config, "q_lora_rank": 0}, "Kimi-Linear")
 
     @classmethod
-    def read(cls, config: dict[str, Any], architecture: str) -> "Config":
+    def read(cls, config: JsonObject, architecture: str) -> "Config":
         """As `from_dict`, with what Kimi-K3's text model has in common."""
         refuse_other_values(config, _COMPUTED, architecture)
         refuse_attention_bias(config)
@@ -138,7 +139,7 @@ def _no_rotation(dim: int) -> Rope:
     return Rope(dim, DEFAULT_THETA, interleaved=False, kind="linear", factor=math.inf)
 
 
-def _read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
+def _read_delta_net(config: JsonObject, num_layers: int) -> DeltaNet | None:
     """The linear attention that config.json describes, in the words of the release
     (linear_attn_config, layers from 1 on) or of transformers."""
     heads, dim, kernel = read_delta_sizes(config, (None, None, None))

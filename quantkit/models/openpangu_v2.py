@@ -11,12 +11,13 @@ no indexer. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_ro
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 
+from quantkit.common.result import JsonObject
 from quantkit.models import decoder, deepseek_v3, hyper_connections, mtp, pangu_ultra_moe
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
@@ -55,7 +56,7 @@ _STREAMS = HyperConnectionNames(
     "model.merge_mhc_module",
     (".phi.weight", ".branch_beta_pre", ".branch_alpha_pre"),
 )
-_ONLY: dict[str, Any] = {
+_ONLY: JsonObject = {
     "hidden_act": "silu",
     "n_group": 1,
     "topk_group": 1,
@@ -95,7 +96,7 @@ class Config(pangu_ultra_moe.Config):
     normed_ends: Annotated[frozenset[int], DECIDED] = frozenset()
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this architecture."""
         refuse_other_values(config, _ONLY | _FLAGS, "openPangu-2.0", allow_null=True)
@@ -163,7 +164,7 @@ class Config(pangu_ultra_moe.Config):
         return IndexerSizes(self.index_n_heads, self.index_head_dim, self.index_topk, centred=False)
 
 
-def _read_layers(config: dict[str, Any], key: str, num_layers: int) -> list[int]:
+def _read_layers(config: JsonObject, key: str, num_layers: int) -> list[int]:
     """A list of layer numbers, possibly empty."""
     listed = config.get(key)
     listed = [] if listed is None else listed
@@ -174,7 +175,7 @@ def _read_layers(config: dict[str, Any], key: str, num_layers: int) -> list[int]
 
 
 def _read_windows(
-    config: dict[str, Any], num_layers: int, drafts: int, indexed: frozenset[int]
+    config: JsonObject, num_layers: int, drafts: int, indexed: frozenset[int]
 ) -> tuple[int, ...]:
     """swa_layers have a window, each its own in sliding_window_list or all the same. MTP layers,
     which come last, take the list's remaining entries if swa_layers does not name them."""

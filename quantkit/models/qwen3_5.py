@@ -8,8 +8,9 @@ that run it; transformers has no forward of it.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa
 from quantkit.models.config import DECIDED, check_flag, refusal
 from quantkit.models.gqa import MtpLayer
@@ -41,12 +42,12 @@ class TextConfig(gqa.Config):
         return f"model.language_model.{name.removeprefix('model.')}" if outer else name
 
 
-def is_flat(config: dict[str, Any]) -> bool:
+def is_flat(config: JsonObject) -> bool:
     """Whether config.json is that of a text model alone."""
     return str(config.get("model_type")).endswith("_text")
 
 
-def read_text(config: dict[str, Any]) -> dict[str, Any]:
+def read_text(config: JsonObject) -> JsonObject:
     """The text model's part of config.json. Raises QuantkitError where there is none."""
     text = config if is_flat(config) else config.get("text_config")
     if not isinstance(text, dict):
@@ -59,7 +60,7 @@ def read_text(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def plain_ropes(text: dict[str, Any]) -> dict[str, Any]:
+def plain_ropes(text: JsonObject) -> JsonObject:
     """The text model's fields with rotary embeddings of one axis."""
     ropes = {key: text[key] for key in ROPES if isinstance(text.get(key), dict)}
     return text | {
@@ -68,7 +69,7 @@ def plain_ropes(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
+def read_decoder(text: JsonObject) -> JsonObject:
     """The fields of `gqa.Config` that both Qwen3.5 architectures share."""
     text = DEFAULTS | plain_ropes(text)
     refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
@@ -88,7 +89,7 @@ def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
 
 class Config(TextConfig):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         text = {"num_key_value_heads": _KV_HEADS, **read_text(config)}
         return cls(**read_decoder(text), flat=is_flat(config))
 

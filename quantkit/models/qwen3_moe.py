@@ -1,7 +1,6 @@
 """Qwen3-MoE: Qwen3's attention, softmax routing, no shared expert."""
 
-from typing import Any
-
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
@@ -18,7 +17,7 @@ COUNT = ("num_experts", "num_local_experts")
 
 class Config(gqa.Config):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         values = gqa.read_config(config)
         check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
         num_layers, bias = values["num_hidden_layers"], check_flag(config, "attention_bias")
@@ -33,7 +32,7 @@ class Config(gqa.Config):
         )
 
 
-def dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+def dense_layers(config: JsonObject, num_layers: int) -> frozenset[int]:
     """Layers of a Qwen model without experts."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     check_count("decoder_sparse_step", step)

@@ -5,8 +5,7 @@ The release's MTP layer (mtp.*) is copied for engines that run it; transformers 
 it.
 """
 
-from typing import Any
-
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, check_layer_kinds, refusal
 from quantkit.models.delta_rule import DeltaNet
@@ -34,7 +33,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 class Config(gqa.Config):
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         config = DEFAULTS | config
         refuse_windows({key: value for key, value in config.items() if key != "layer_types"})
         values = gqa.read_config(config, partial_rotary_factor=ROTARY_SHARE)
@@ -60,7 +59,7 @@ class Config(gqa.Config):
         )
 
 
-def read_delta_net(config: dict[str, Any], num_layers: int, *, joined: bool) -> DeltaNet | None:
+def read_delta_net(config: JsonObject, num_layers: int, *, joined: bool) -> DeltaNet | None:
     """The linear attention that config.json describes; None where no layer has it. joined: as in
     `DeltaNet`."""
     kinds = config.get("layer_types")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 DEFAULT_THETA = 10000.0
@@ -75,7 +76,7 @@ class Rope:
     @classmethod
     def from_dict(
         cls,
-        config: dict[str, Any],
+        config: JsonObject,
         dim: int,
         interleaved: bool,
         default_theta: float | None = DEFAULT_THETA,
@@ -290,7 +291,7 @@ def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:
         raise QuantkitError(f"config.json's rope scaling {kind!r} lacks {missing[0]}", _SOURCE)
 
 
-def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -> dict[str, Any]:
+def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -> JsonObject:
     """Fields of Rope for a scaled kind."""
     _check_fields(scaling, kind)
     given = {
@@ -298,7 +299,7 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
         for key in (*_NEEDED[kind], *_OPTIONAL[kind])
         if scaling.get(key) is not None
     }
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     if "original_max_position_embeddings" in _OPTIONAL[kind]:
         # As in transformers: the top-level field takes precedence, and without either the model was
         # not extended.

@@ -2,15 +2,15 @@
 config.json."""
 
 from collections.abc import Callable
-from typing import Any
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models.config import check_count, refusal
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def refuse_windows(config: dict[str, Any]) -> None:
+def refuse_windows(config: JsonObject) -> None:
     """For an architecture without windows: raises QuantkitError where config.json has one."""
     if config.get("use_sliding_window"):
         raise QuantkitError(
@@ -33,7 +33,7 @@ def refuse_windows(config: dict[str, Any]) -> None:
 
 
 def read_windows(
-    config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
+    config: JsonObject, num_layers: int, sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
     """For each layer the number of tokens that a token sees, itself included, 0 for all; empty if
     all layers have full attention.
@@ -68,7 +68,7 @@ def read_windows(
 
 
 def read_switched_windows(
-    config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
+    config: JsonObject, num_layers: int, sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
     """As `read_windows`, for architectures whose window is only active with use_sliding_window,
     such as Qwen."""
@@ -78,19 +78,19 @@ def read_switched_windows(
     return read_windows(config if on else {**config, "sliding_window": None}, num_layers, sliding)
 
 
-def read_qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def read_qwen_windows(config: JsonObject, num_layers: int) -> tuple[int, ...]:
     """Windows of dense Qwen models: in the layers from max_window_layers on."""
     first = max_window_layers(config)
     return read_switched_windows(config, num_layers, lambda layer: layer >= first)
 
 
-def max_window_layers(config: dict[str, Any]) -> int:
+def max_window_layers(config: JsonObject) -> int:
     named = config.get("max_window_layers")
     # 28 is transformers' default.
     return 28 if named is None else check_count("max_window_layers", named, least=0)
 
 
-def _layer_types(config: dict[str, Any]) -> list[str]:
+def _layer_types(config: JsonObject) -> list[str]:
     listed = config.get("layer_types") or []
     if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
         raise refusal("layer_types", listed, "a list of texts")

@@ -12,13 +12,14 @@ equal tokens would then swap, and with them every random number that selects one
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.common.devices import to_device
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 
 MAX_TEMPERATURE = 100.0
 MAX_TOP_K = (1 << 31) - 1
@@ -146,14 +147,14 @@ class SamplingParams:
         return [*(token for token, _ in self.logit_bias), *self.stop_token_ids]
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "SamplingParams":
+    def from_json(cls, values: JsonObject) -> "SamplingParams":
         """From `dataclasses.asdict` via JSON, which has no tuples."""
         tuples = {name: tuple(values[name]) for name in ("stop", "stop_token_ids")}
         bias = tuple(map(tuple, values["logit_bias"]))
         return cls(**{**values, **tuples, "logit_bias": bias})
 
 
-def check_defaults(defaults: dict[str, Any], file: Path) -> None:
+def check_defaults(defaults: JsonObject, file: Path) -> None:
     """Refuse sampling defaults that are out of bounds, naming their file."""
     known = {
         "temperature": 1.0,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 from quantkit_kernels import Gating, Routing
 
 from quantkit.common.errors import QuantkitError
+from quantkit.common.result import JsonObject
 from quantkit.models.architecture import CompressedCache, ModelConfig
 from quantkit.models.config import (
     DECIDED,
@@ -38,7 +39,7 @@ _HASH_LAYERS, _THETAS, _ROTARY_SHARE = 3, (10000.0, 160000.0), 64 / 512
 _RATES = {COMPRESSED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 _LINEARS = MlpNames("w1", "w3", "w2")
 SCORINGS = ("sqrtsoftplus", "sigmoid")
-COMPUTED: dict[str, Any] = {
+COMPUTED: JsonObject = {
     "hidden_act": "silu",
     "topk_method": "noaux_tc",
     "n_shared_experts": 1,
@@ -52,7 +53,7 @@ COMPUTED: dict[str, Any] = {
 }
 
 
-def check_scoring(config: dict[str, Any]) -> None:
+def check_scoring(config: JsonObject) -> None:
     """Raise QuantkitError for a scoring_func that is not computed."""
     if config.get("scoring_func") is not None and config["scoring_func"] not in SCORINGS:
         raise refusal("scoring_func", config["scoring_func"], " or ".join(SCORINGS))
@@ -79,7 +80,7 @@ def check_sizes(config: Any) -> None:
 
 
 def read_schedules(
-    config: dict[str, Any], num_layers: int, drafts: int
+    config: JsonObject, num_layers: int, drafts: int
 ) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
     """Kinds of attention by layer, tokens per compressed KV entry of the two kinds that have them,
     and layers with hash routing.
@@ -134,7 +135,7 @@ def _check_kinds(
     return tuple(kinds[: num_layers + drafts])
 
 
-def _read_rates(config: dict[str, Any]) -> tuple[int, int]:
+def _read_rates(config: JsonObject) -> tuple[int, int]:
     given = config.get("compress_rates")
     if given is not None and (not isinstance(given, dict) or {*given} != {*_RATES}):
         raise refusal("compress_rates", given, f"a number of tokens for {' and '.join(_RATES)}")
@@ -148,7 +149,7 @@ def _read_rates(config: dict[str, Any]) -> tuple[int, int]:
     return first, second
 
 
-def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
+def read_ropes(config: JsonObject, head_dim: int) -> tuple[Rope, Rope]:
     """Of layers with a window only, and of those with compressed KV, whose indexers and entries use
     the second one."""
     named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
@@ -185,7 +186,7 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
         ]
         sides = [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}]
         shares = [share, share]
-    kept: dict[str, Any] = {
+    kept: JsonObject = {
         key: config[key]
         for key in ("max_position_embeddings", "original_max_position_embeddings")
         if key in config
@@ -197,7 +198,7 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
     return first, second
 
 
-def _rope(config: dict[str, Any], head_dim: int, share: Any) -> Rope:
+def _rope(config: JsonObject, head_dim: int, share: Any) -> Rope:
     return Rope.from_dict(
         config, int(head_dim * check_number("partial_rotary_factor", share)), True, None
     )
@@ -244,7 +245,7 @@ class Config(ModelConfig):
     dspark: Annotated[DSparkSizes, DECIDED] = NO_HEAD
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
         refuse_other_values(config, COMPUTED, "DeepSeek-V4", allow_null=True)
@@ -259,7 +260,7 @@ class Config(ModelConfig):
         check_sizes(made)
         return replace(made, dspark=made.read_dspark(config))
 
-    def read_dspark(self, config: dict[str, Any]) -> DSparkSizes:
+    def read_dspark(self, config: JsonObject) -> DSparkSizes:
         """Of the head in mtp.*, if there is one (models/dspark.py)."""
         return DSparkSizes.from_dict(
             config, self.num_hidden_layers, self.n_routed_experts, self.num_experts_per_tok

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
+from quantkit.common.result import JsonObject
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.config import (
     DECIDED,
@@ -21,7 +22,7 @@ from quantkit.models.deepseek_v41.engram import EngramLayout
 from quantkit.models.hyper_connections import HyperConnectionNames
 from quantkit.tokenizer.token_classes import token_classes
 
-_COMPUTED: dict[str, Any] = COMPUTED | {
+_COMPUTED: JsonObject = COMPUTED | {
     "hc_pre_from_prev_sublayer": True,
     "q_head_norm": False,
     "num_hash_layers": 0,
@@ -47,7 +48,7 @@ class Config(deepseek_v4.Config):
     engram: Annotated[EngramLayout | None, DECIDED] = None
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed by this file."""
         text = config if config.get("text_config") is None else config["text_config"]
@@ -118,7 +119,7 @@ class Config(deepseek_v4.Config):
         return _COPIED
 
 
-def _layer_ids(text: dict[str, Any], name: str, num_layers: int) -> tuple[int, ...]:
+def _layer_ids(text: JsonObject, name: str, num_layers: int) -> tuple[int, ...]:
     listed = [] if text.get(name) is None else text[name]
     known = isinstance(listed, list | tuple) and all(
         type(one) is int and 0 <= one < num_layers for one in listed
@@ -129,7 +130,7 @@ def _layer_ids(text: dict[str, Any], name: str, num_layers: int) -> tuple[int, .
 
 
 def _read_schedule(
-    text: dict[str, Any], num_layers: int
+    text: JsonObject, num_layers: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]:
     """ratios, sources and selecting of `Config`."""
     listed = text.get("compress_ratios")
@@ -165,7 +166,7 @@ def _read_schedule(
 
 
 def _read_candidate_source(
-    text: dict[str, Any], config: Config, sources: tuple[int, ...], selecting: frozenset[int]
+    text: JsonObject, config: Config, sources: tuple[int, ...], selecting: frozenset[int]
 ) -> int:
     name = "candidate_source_layer_id"
     found = -1 if text.get(name) is None else check_count(name, text[name], least=-1)

@@ -10,13 +10,14 @@ hidden_size, D indexer_head_dim.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from quantkit_kernels import HeadNorm, rotate_heads
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.common.result import JsonObject
 from quantkit.models import gqa, hyper_connections
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.config import (
@@ -44,7 +45,7 @@ from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: JsonObject = {
     "vocab_size": 248320,
     "head_dim": 256,
     "num_key_value_heads": 2,
@@ -57,7 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _COUNTS = {"hc_count": 4, "hc_lowrank": 320}
 """transformers' defaults."""
-_COMPUTED: dict[str, Any] = {"hidden_act": "silu", "indexer_kv_heads": 1}
+_COMPUTED: JsonObject = {"hidden_act": "silu", "indexer_kv_heads": 1}
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _ALIASES = {"indexed_attention": _FULL, "qwen_sparse_attention": _FULL}
@@ -79,7 +80,7 @@ class Config(TextConfig):
     ngrams: Annotated[Mapping[int, NGramSizes], DECIDED] = field(default_factory=dict)
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> "Config":
+    def from_dict(cls, config: JsonObject) -> "Config":
         """From config.json. Raises QuantkitError where a required field is missing or a value is
         not computed here."""
         text = read_text(config)
@@ -149,7 +150,7 @@ class Config(TextConfig):
         }
 
 
-def _read_kinds(text: dict[str, Any], num_layers: int) -> list[str] | None:
+def _read_kinds(text: JsonObject, num_layers: int) -> list[str] | None:
     """layer_types in the words of Qwen3-Next."""
     kinds = text.get("layer_types")
     if kinds is None:
@@ -158,7 +159,7 @@ def _read_kinds(text: dict[str, Any], num_layers: int) -> list[str] | None:
     return [*check_layer_kinds("layer_types", kinds, num_layers, (_LINEAR, _FULL))]
 
 
-def _gated_by_sigmoid(text: dict[str, Any]) -> bool:
+def _gated_by_sigmoid(text: JsonObject) -> bool:
     """Whether the output of linear attention is gated by a sigmoid, not by SiLU."""
     gate = text.get("output_gate_type", "silu")
     if gate not in ("sigmoid", "silu"):
@@ -166,9 +167,7 @@ def _gated_by_sigmoid(text: dict[str, Any]) -> bool:
     return bool(gate == "sigmoid")
 
 
-def _read_ngrams(
-    text: dict[str, Any], hidden: int, kinds: list[str] | None
-) -> dict[int, NGramSizes]:
+def _read_ngrams(text: JsonObject, hidden: int, kinds: list[str] | None) -> dict[int, NGramSizes]:
     """Of the layers that ple_layer_ids counts from 1."""
     listed, layers = text.get("ple_layer_ids", []), text["num_hidden_layers"]
     if not isinstance(listed, list) or not all(
