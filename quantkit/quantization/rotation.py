@@ -32,6 +32,8 @@ from quantkit.models.stored_parameters import Model, check_stored_head, is_store
 from quantkit.models.table import Parameter, Projection, ScaleGroup
 
 _LARGEST_FACTOR = 64
+_VALUES = 1 << 22
+"""Rotated at once."""
 _BLOCK = 128
 """Most rows of the Hadamard matrices before down projections: 512 rows gave no more."""
 _LEAST_BLOCK = 16
@@ -56,10 +58,18 @@ class Rotation:
             self.factors.append(hadamard_matrix(min(power, _LARGEST_FACTOR)))
             power //= len(self.factors[-1])
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., width] Q."""
+    def __call__(self, x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+        """(x * gain) Q, x [R, ..., width], some of the R at a time: embeddings are large."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        step = max(1, _VALUES // x[0].numel())
+        for some, into in zip(x.split(step), out.split(step)):
+            into.copy_(self._mixed(some * (self.signs.to(x) * gain)))
+        return out
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """x [..., width] by the factors."""
         sizes = [len(factor) for factor in self.factors]
-        rotated = (x * self.signs.to(x)).unflatten(-1, sizes)
+        rotated = x.unflatten(-1, sizes)
         for axis, factor in enumerate(self.factors, start=x.dim() - 1):
             rotated = (rotated.transpose(axis, -1) @ factor.to(x)).transpose(axis, -1)
         return rotated.reshape(x.shape)
@@ -189,7 +199,7 @@ class RotatedCheckpoint(CheckpointView):
         if fold.gains is not None:
             blocks = value.unflatten(-1, (len(fold.gains), -1))
             gains = [self._gain(norms, number, blocks) for number, norms in enumerate(fold.gains)]
-            value = self._rotated(fold.of, blocks * torch.stack(gains)).flatten(-2)
+            value = self._rotated(fold.of, blocks, torch.stack(gains)).flatten(-2)
         return self._rows_rotated("residual", value) if fold.writes else value
 
     def _gain(self, norms: Sequence[Parameter], number: int, blocks: Tensor) -> Tensor:
@@ -202,18 +212,18 @@ class RotatedCheckpoint(CheckpointView):
             gain = gain / gain.square().mean().sqrt() * parts[number % len(parts)]
         return gain
 
-    def _rotated(self, kind: RotationKind, x: Tensor) -> Tensor:
-        """x [..., W] in its last dimension."""
+    def _rotated(self, kind: RotationKind, x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
+        """x * gain, [R, ..., W], in its last dimension."""
         key = kind, x.shape[-1]
         if key not in self._rotations:
             seed = self._seed + get_args(RotationKind).index(kind)
             self._rotations[key] = Rotation(x.shape[-1], seed)
-        return self._rotations[key](x)
+        return self._rotations[key](x, gain)
 
     def _rows_rotated(self, kind: RotationKind, value: Tensor) -> Tensor:
         """A weight [W, K] or a bias [W] in its first dimension."""
         if value.dim() == 1:
-            return self._rotated(kind, value)
+            return self._rotated(kind, value[None])[0]
         return self._rotated(kind, value.mT).mT.contiguous()
 
 
