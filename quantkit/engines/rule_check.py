@@ -1,7 +1,7 @@
 """A checkpoint compared with one rule of an engine's profile: which linears it may and must have
 quantized, what the engine fuses, how it names and lists what is not quantized."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,25 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.profiles import LoadProblem, LoadRule, MixtureRule, Part, part_of
 from quantkit.grids.base import Grid
 from quantkit.models.table import Parameter
+
+
+def check_rotations(
+    engine: str, rule: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: Iterable[Parameter]
+) -> Iterator[LoadProblem]:
+    """Inputs to rotate as the model runs, which the engine does outside of routed experts or not
+    at all. Only the first is reported."""
+    outside = not isinstance(rule, MixtureRule) and rule.rotates_inputs
+    rotated = (
+        row.module
+        for row in rows
+        if checkpoint.input_rotation(row.module) and not (outside and row.block != "expert")
+    )
+    if module := next(rotated, None):
+        yield LoadProblem.error(
+            f"{engine} does not rotate the inputs of {module} as the model runs, which "
+            "rotation: [down] (transform_config) needs",
+            "quantize without down in rotation",
+        )
 
 
 class RuleCheck:
@@ -47,8 +66,7 @@ class RuleCheck:
             yield from self._check_mtp(rule)
             yield from self._check_tied_head()
             yield from self._check_keys(rule)
-        rotates = not isinstance(rule, MixtureRule) and rule.rotates_inputs
-        yield from self._check_rotations(rotates)
+        yield from check_rotations(self.engine, rule, self.checkpoint, self.linears)
 
     def _is_quantized(self, row: Parameter) -> bool:
         """Whether it is in the checkpoint's own format, the only one that an engine knows."""
@@ -76,21 +94,6 @@ class RuleCheck:
                 LoadProblem.warning(problem, f"run it without speculative decoding, or {remedy}")
                 if mtp
                 else LoadProblem.error(problem, remedy)
-            )
-
-    def _check_rotations(self, outside: bool) -> Iterator[LoadProblem]:
-        """Inputs to rotate as the model runs, which the engine does not; outside: it does so
-        outside of routed experts."""
-        rotated = (
-            row.module
-            for row in self.linears
-            if self.checkpoint.input_rotation(row.module)
-            and not (outside and row.block != "expert")
-        )
-        if module := next(rotated, None):
-            yield LoadProblem.error(
-                f"{self.engine} does not rotate the inputs of {module}, as transform_config asks",
-                "quantize without down in rotation",
             )
 
     def _check_grids(self, rule: MixtureRule) -> Iterator[LoadProblem]:

@@ -24,6 +24,7 @@ from quantkit.engines.profiles import (
     choose,
     find_engine,
 )
+from quantkit.engines.rule_check import check_rotations
 from quantkit.grids.base import Grid, grid_label
 from quantkit.grids.int_groups import IntGrid
 from quantkit.grids.schemes import SCHEMES, Scheme
@@ -203,6 +204,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     meant = scheme_has - job.grids.keys()  # to stay at 16 bits
     if not request.mixture.chooses:  # otherwise the chosen grids fit
         job = _fitted(job)
+    if (chosen := job.request.choice) is not None:
+        for unfit in check_rotations(chosen.engine, chosen.rule, job.checkpoint, job.rows):
+            raise QuantkitError(unfit.problem, unfit.remedy)
     others = [row for row in job.rows if row.module not in meant]
     share = coverage(others, job.grids, job.checkpoint.config).share
     if inventory.by_name and share < request.recipe.least_quantized:

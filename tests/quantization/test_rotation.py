@@ -177,6 +177,8 @@ def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
         ExecutorWeights(checkpoint, rows, **where, parallel=Parallel(0, 2)).input_rotation(down)
     with refused("are not rotated for w8a16"):
         quantized(source, tmp_path / "no", recipe.with_given(scheme="w8a16"))
+    with refused("sglang does not rotate"):
+        quantized(source, tmp_path / "no", recipe, engine="sglang")
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["transform_config"]["config_groups"]["R4"]["type"] = "random"
     (out / "config.json").write_text(json.dumps(config))
