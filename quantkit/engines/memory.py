@@ -162,7 +162,8 @@ def stored_rows(checkpoint: Checkpoint, rows: list[Parameter]) -> list[tuple[Par
 
 def check_split(checkpoint: Checkpoint, model: Model, parallel: ParallelSizes) -> list[LoadProblem]:
     """Heads, layers and linears that do not divide over the ranks. Linears are split in units of 8
-    rows where int4 is packed along them, or of the group size along columns."""
+    rows where int4 is packed along them, or of the group size along columns; inputs that are
+    rotated as the model runs are not split."""
 
     def grid(module: str) -> Grid | None:
         linear = checkpoint.linears.get(module)
@@ -171,6 +172,12 @@ def check_split(checkpoint: Checkpoint, model: Model, parallel: ParallelSizes) -
     problem = find_part_problem(model.config, parallel) or find_split_problem(
         model.rows, grid, parallel
     )
+    rotated = (row.module for row in model.rows if checkpoint.input_rotation(row.module))
+    if parallel.tensor > 1 and problem is None and (module := next(rotated, None)):
+        problem = LoadProblem.error(
+            f"inputs of {module} are rotated as the model runs, which engines do on one GPU alone",
+            "use one tensor-parallel rank (--devices 1)",
+        )
     return [] if problem is None else [problem]
 
 
