@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
@@ -139,6 +139,18 @@ class Recipe(Strict):
         le=1,
         description="share of the weights of an unknown architecture that must be quantized",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_replaced_keys(cls, settings: object) -> object:
+        for old in ("expert_damping", "expert_shrinkage"):
+            if isinstance(settings, dict) and old in settings:
+                new = old.removeprefix("expert_")
+                raise ValueError(
+                    f"{old}: damping and shrinkage are those of every Hessian now, routed experts' "
+                    f"included; give {new}, or leave it out for the default"
+                )
+        return settings
 
     @property
     def sizes(self) -> SequenceSizes:

@@ -72,6 +72,13 @@ def test_every_reader_reports_faults_the_same_way(read, tmp_path):
         read(str(path))
 
 
+def test_a_recipe_of_before_is_told_todays_key(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("scheme: awq-w4a16\nexpert_damping: 0.1\n")
+    with refused("expert_damping: .*; give damping"):
+        load_recipe(str(path))
+
+
 @pytest.mark.parametrize("name", hostile_yaml.FIXED)
 def test_a_small_file_cannot_ask_for_much(tmp_path, name):
     path, started = tmp_path / "file.yaml", time.process_time()
