@@ -315,6 +315,7 @@ class TensorCheck:
     def _compare_sizes(self) -> None:
         inactive: dict[tuple[int | None, int | None], list[str]] = {}
         sizes: dict[str, float] = {}
+        least = _SMALL**2 if self.unquantized_check.rotated else _SMALL  # gains of norms differ
         for modules in self._kinds().values():
             usual = median(self.measures[module].rms for module in modules)
             if len(modules) > 2 and usual > 0:
@@ -324,7 +325,7 @@ class TensorCheck:
                 continue
             size = sizes.get(module, 1.0)
             # What scales moved from one linear to the next, both have together.
-            if _SMALL < size * sizes.get(self.chained.get(module, ""), 1.0) < 1 / _SMALL:
+            if least < size * sizes.get(self.chained.get(module, ""), 1.0) < 1 / least:
                 size = 1.0
             if size < _SMALL and module in self.expert:
                 inactive.setdefault(self.expert[module], []).append(module)

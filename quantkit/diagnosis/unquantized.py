@@ -92,6 +92,8 @@ class UnquantizedCheck:
         self.digests: dict[str, str] = {}
         self.absurd: dict[str, str] = {}
         self.biases: list[str] = []
+        self.rotated = False
+        """Whether the last norm's gains are all one: rotations fold gains into the linears."""
         self._begin()
 
     def _begin(self) -> None:
@@ -171,6 +173,7 @@ class UnquantizedCheck:
             mean = self._sum / self._count + row.gain_offset
             if mean <= 0 or size > _LARGEST_MEAN:
                 self.absurd[name] = f"a norm has a mean gain of {mean:.2g}"
+            self.rotated |= row.layer is None and mean == size == 1
 
     def finish(self, matching: Container[str] = ()) -> None:
         """Report the faults. matching: modules that equal the source."""
@@ -229,9 +232,11 @@ class UnquantizedCheck:
 
     def _check_copies(self) -> None:
         """An MTP layer's embedding and head must equal the model's own: some engines load the copy,
-        others share."""
+        others share. Heads into which gains of their norms were folded differ."""
         for role in ("embedding", "head"):
             rows = [row for row in self.structure.rows if row.role == role]
+            if role == "head" and self.rotated:
+                continue
             own = next((row.name for row in rows if not row.mtp), "")
             for copy in [row.name for row in rows if row.mtp]:
                 layouts = {

@@ -16,6 +16,7 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.weights.load import load_model
@@ -147,6 +148,21 @@ def test_the_output_is_a_plain_checkpoint_whose_head_is_its_own(tmp_path):
     assert quantized(source, tmp_path / "out", recipe).done_already
     with refused("pruned, or whose grids are chosen, is not rotated"):
         quantized(source, tmp_path / "no", recipe.with_given(prune=0.5))
+
+
+def test_a_check_takes_gains_that_were_folded_for_no_fault(tmp_path):
+    """Gains of one layer are small, and an MTP layer's head has a norm of its own."""
+    config = make_model.tiny_config(num_hidden_layers=3)
+    tensors = make_model.random_tensors(config)
+    for name, gain in (("0.input_layernorm", 0.02), ("3.shared_head.norm", 2.0)):
+        tensors[f"model.layers.{name}.weight"].fill_(gain)
+    for copy, own in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"model.layers.3.{copy}.weight"] = tensors[f"{own}.weight"].clone()
+    make_model.write_dense(tmp_path / "source", config, tensors)
+    recipe = Recipe(scheme="w8a16", methods=(), rotation=("residual",))
+    quantized(tmp_path / "source", tmp_path / "out", recipe)
+    found = diagnose(str(tmp_path / "out"), depth="tensors").findings
+    assert not found.has("scales-absurd", "copies-differ"), found.to_json()
 
 
 def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
