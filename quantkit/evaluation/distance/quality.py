@@ -142,6 +142,8 @@ class Quality(Result):
         if self.layer_errors:
             last, most = self.layer_errors[-1], max(self.layer_errors)
             text = f"{last:.2e} after the last, {most:.2e} after {self.layer_errors.index(most)}"
+            if min(self.layer_errors) > 1:
+                text = "more than 1 in each: hidden states are rotated, or have nothing in common"
             rows.append(("error after layers", text))
         return rows
 
