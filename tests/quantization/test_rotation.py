@@ -18,6 +18,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
+from quantkit.engines.memory import ParallelSizes, check_split
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.weights.load import load_model
 from quantkit.executor.weights.weights import ExecutorWeights
@@ -186,8 +187,10 @@ def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
     assert 0 < (ours - theirs).norm() < 0.15 * theirs.norm()
     with refused("rotated as the model runs"):
         convert(out, tmp_path / "dense", dtype="bf16")
-    rows = read_model(checkpoint).rows
+    rows = (model := read_model(checkpoint)).rows
     assert any("does not rotate" in one.problem for one in check_checkpoint("sglang", checkpoint))
+    assert not check_split(checkpoint, model, ParallelSizes(1))
+    assert "rotated" in check_split(checkpoint, model, ParallelSizes(2))[0].problem
     with refused("blocks of 128, and a rank has 192"):
         where = {"device": torch.device("cpu"), "dtype": torch.float32}
         ExecutorWeights(checkpoint, rows, **where, parallel=Parallel(0, 2)).input_rotation(down)
