@@ -28,8 +28,8 @@ from quantkit.quant.tensor_cores import (
 
 PANEL = 1024
 """Rows of a Hessian summed together. A Hessian is symmetric, so columns to the right of a panel's
-last row, or of the diagonal, are not computed. Ranks divide the panels, and each sums its own over all tokens, so the
-sums equal those of one process."""
+last row, or of the diagonal, are not computed. Ranks divide the panels, and each sums its own over
+all tokens, so the sums equal those of one process."""
 
 
 @dataclass(frozen=True)

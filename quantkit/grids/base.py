@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
+from quantkit_kernels.cpu.nearest import extremes, has_nearest, nearest
 from torch import Tensor
 
 from quantkit.common.errors import UsageError
@@ -311,9 +312,12 @@ class Quantizer(ABC):
         best = candidates[0]
         if len(candidates) == 1:
             return best
-        if groups.is_cuda and groups.dim() <= 4 and groups.stride(-1) == 1:
-            # Triton is part of PyTorch's GPU builds.
-            from quantkit.grids.best_scale_kernel import best_scale
+        on_gpu = groups.is_cuda and groups.dim() <= 4 and groups.stride(-1) == 1
+        if on_gpu or has_nearest(groups):
+            if on_gpu:  # Triton is part of PyTorch's GPU builds.
+                from quantkit.grids.best_scale_kernel import best_scale
+            else:
+                from quantkit_kernels.cpu.nearest import best_scale
 
             points = [one.zero_point for one in candidates if one.zero_point is not None]
             sizes = torch.stack([one.scale for one in candidates])
@@ -338,6 +342,14 @@ class Quantizer(ABC):
         return error.sum(-1) if importance is None else error.mul_(importance).sum(-1)
 
 
+def extremes_of(groups: Tensor) -> Tensor:
+    """groups float32 [..., G, N, g] -> least and largest of each, [..., G, N, 2]."""
+    if has_nearest(groups):
+        return extremes(groups)
+    # aminmax takes five times as long on a CPU
+    return torch.stack((groups.amin(-1), groups.amax(-1)), dim=-1)
+
+
 def fit_scales(w: Tensor, quantizer: Quantizer, importance: Tensor | None = None) -> Scales:
     """Scales [..., N, G] for W float32 [..., N, K]. importance [..., K] weighs channels."""
     groups = _groups(w, quantizer)
@@ -350,11 +362,11 @@ def fit_scales(w: Tensor, quantizer: Quantizer, importance: Tensor | None = None
 
 def _fit_in_parts(quantizer: Quantizer, groups: Tensor, importance: Tensor | None) -> Scales:
     """Scales [..., G, N] of [..., G, N, g]; on a CPU a few groups at a time, which stay in its
-    cache while candidates are tried."""
-    count = groups.shape[-3]
-    at_once = (
-        max(1, _CACHED_VALUES * count // groups.numel()) if groups.device.type == "cpu" else count
-    )
+    cache while candidates are tried, or by C++ their scales."""
+    count, values = groups.shape[-3], groups.numel()
+    if has_nearest(groups):
+        values //= groups.shape[-1]
+    at_once = max(1, _CACHED_VALUES * count // values) if groups.device.type == "cpu" else count
     if at_once >= count:
         return quantizer.fit(groups, importance)
     parts = [
@@ -381,8 +393,12 @@ def round_to_nearest(
 
 def round_to_scales(w: Tensor, quantizer: Quantizer, scales: Scales) -> Tensor:
     """W float32 [..., N, K] as the nearest values on the grid of scales [..., N, G]."""
-    wide = scales.map(lambda t: t.transpose(-1, -2).unsqueeze(-1))
-    values = quantizer.for_group_batch().quantize(_groups(w, quantizer), wide)
+    groups, by_group = _groups(w, quantizer), scales.map(lambda t: t.transpose(-1, -2))
+    if has_nearest(groups):
+        own = by_group.scale, by_group.zero_point
+        return nearest(groups, *own, quantizer.kind, quantizer.code_range)
+    wide = by_group.map(lambda t: t.unsqueeze(-1))
+    values = quantizer.for_group_batch().quantize(groups, wide)
     return values.transpose(-2, -3).flatten(-2)
 
 

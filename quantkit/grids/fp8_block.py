@@ -11,6 +11,7 @@ from quantkit.grids.base import (
     Quantizer,
     Scales,
     Weight,
+    extremes_of,
     relative_error,
 )
 from quantkit.grids.int_groups import scale_divisor_range
@@ -117,7 +118,7 @@ class Fp8Quantizer(Quantizer):
     kind = "fp8"
 
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
-        least = self._of_rows(groups.abs().amax(-1)) / E4M3_MAX
+        least = self._of_rows(extremes_of(groups).abs().amax(-1)) / E4M3_MAX
         least = torch.where(least > 0, least, torch.ones_like(least))
         points = self.points if self.scale_rows == 1 else 1
         candidates = [Scales(least * 2 ** (i / points), None) for i in range(points)]

@@ -13,6 +13,7 @@ from quantkit.grids.base import (
     Scales,
     Weight,
     dequantize,
+    extremes_of,
     relative_error,
 )
 
@@ -73,7 +74,7 @@ class MxQuantizer(Quantizer):
     element_exponent: ClassVar[int]
 
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
-        amax = groups.abs().amax(dim=-1)
+        amax = extremes_of(groups).abs().amax(-1)
         mantissa, exponent = amax.frexp()
         alone = len(self.raised) == 1
         power = exponent - 1 - self.element_exponent + ((mantissa > _FULL) & alone)

@@ -19,6 +19,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.grids.base import (
     Scales,
     Weight,
+    extremes_of,
     relative_error,
 )
 from quantkit.grids.e2m1 import E2M1_MAX, Fp4Grid, Fp4Quantizer, Fp4Weight
@@ -148,7 +149,7 @@ class Nvfp4Quantizer(Fp4Quantizer):
     group_size = FP4_GROUP
 
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Scales:
-        amax = groups.abs().amax(dim=-1)
+        amax = extremes_of(groups).abs().amax(-1)
         base = (amax / E2M1_MAX / self.global_scale).clamp(E4M3_MIN, E4M3_MAX)
         base = torch.where(amax > 0, base, torch.ones_like(base)).to(torch.float8_e4m3fn)
         # Positive e4m3 values are ordered as their bits are, so a neighbour is one bit pattern

@@ -5,9 +5,9 @@ in BF16, sums in float32.
 The results are estimates from a sample of tokens anyway, or are served in 16 bits. In BF16 on a
 CPU, too: the paths of calibration tokens, the sums in a Hessian, the cost of errors in the residual
 stream, corrections for drift (`sample_products`, `sample_linear`), and large products of errors in
-GPTQ and descent. Other
-arithmetic of GPTQ and descent uses TF32 on a GPU and float32 on a CPU (`tensor_core_products`).
-Routers, scale verification and the paths of held-out tokens, which are compared, use full float32.
+GPTQ and descent. Other arithmetic of GPTQ and descent uses TF32 on a GPU and float32 on a CPU
+(`tensor_core_products`). Routers, scale verification and the paths of held-out tokens, which are
+compared, use full float32.
 """
 
 from collections.abc import Iterable, Iterator

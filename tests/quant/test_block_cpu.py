@@ -1,5 +1,5 @@
 """On a CPU a block of columns is rounded by C++: as PyTorch's own operations round it, the same by
-any number of threads."""
+any number of threads. Scales of groups are fitted, and weights rounded to them, with their bits."""
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ from block_rounding import (
     random_reaction,
     random_scales,
 )
+from quantkit_kernels.cpu.nearest import has_nearest, nearest
 
+from quantkit.grids import base
+from quantkit.grids.base import Scales, extremes_of
 from quantkit.grids.int_groups import IntGrid, IntQuantizer
 from quantkit.quant import block_rounding, gptq
 from quantkit.quant.block_rounding import BlockParts, ColumnScales
@@ -72,3 +75,37 @@ def test_gptq_takes_it_and_goes_without(monkeypatch):
     assert_as_column_by_column(
         gptq.block_rounder(torch.device("cpu")), EVERY["int4"], (2, 48, 20), "cpu"
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 70, 128), (5, 70, 16), (1, 9, 7168), (1, 9, 80)], ids=str)
+@pytest.mark.parametrize("grid", EVERY)
+def test_scales_and_nearest_values_have_the_bits_of_pytorchs(grid, shape, monkeypatch):
+    torch.manual_seed(2)
+    *lead, count, rows, size = shape
+    quantizer, w = EVERY[grid], torch.randn(*lead, rows, count * size).mul_(0.5)
+    groups = w.unflatten(-1, (-1, size)).transpose(-2, -3)
+    one, other = (random_scales(quantizer, shape[:-1], "cpu") for _ in range(2))
+    # Of scales nearly as good, only sums in the same order find the same one.
+    candidates = [one, Scales(one.scale * (1 + 2e-7), one.zero_point), other]
+
+    def found():
+        yield extremes_of(groups)
+        for weight in (
+            None,
+            torch.rand(count, 1, size, generator=torch.Generator().manual_seed(3)),
+        ):
+            yield quantizer.best(candidates, groups, weight).scale
+
+    assert has_nearest(groups)
+    by_cpp = [*found(), nearest(groups, *vars(one).values(), quantizer.kind, quantizer.code_range)]
+    monkeypatch.setattr(base, "has_nearest", lambda groups: False)
+    values = quantizer.quantize(groups, one.map(lambda t: t.unsqueeze(-1)))
+    by_torch = [*found(), values.transpose(-2, -3).flatten(-2)]
+    for own, expected in zip(by_cpp, by_torch, strict=True):
+        assert torch.equal(own.view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def test_extremes_of_a_group_that_has_nan_are_nan():
+    groups = torch.ones(1, 2, 32)
+    groups[0, 1, 3] = torch.nan
+    assert extremes_of(groups)[0].isnan().tolist() == [[False, False], [True, True]]

@@ -33,7 +33,10 @@ _LEVELS = {
         ("AVX2", "AVX512", "VNNI", "BF16", "PORTABLE", "DOTPROD", "I8MM"),
     ),
     **dict.fromkeys(
-        ("gqa", "int4", "int8", "norm", "prompts", "repeat", "round_block", "silu", "w8a16"),
+        (
+            *("gqa", "int4", "int8", "nearest", "norm", "prompts", "repeat", "round_block"),
+            *("silu", "w8a16"),
+        ),
         ("AVX2", "AVX512", "VNNI", "PORTABLE", "DOTPROD", "I8MM"),
     ),
 }
@@ -47,6 +50,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
     "int8_experts": {"qk_int8_experts": (5, 9)},
     "gqa": {"qk_gqa_decode": (9, 10, 1)},
+    "nearest": {"qk_extremes": (2, 8), "qk_best_scale": (6, 14), "qk_nearest": (4, 11)},
     "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7), "qk_gqa_prepare": (9, 8, 1)},
     "prompts": {"qk_prompt_attend": (6, 9)},
     "repeat": {"qk_repeat": (1, 1)},
@@ -59,14 +63,15 @@ VNNI alone."""
 
 
 _HEADERS = {
-    **dict.fromkeys(
-        ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block", "w8a16"), ("vectors.h",)
-    ),
+    **dict.fromkeys(("dense", "gqa", "int4_rows", "norm", "prompts", "w8a16"), ("vectors.h",)),
+    **dict.fromkeys(("nearest", "round_block"), ("levels.h", "vectors.h")),
     "silu": ("silu.h", "vectors.h"),
     "int8": ("int8.h",),
     "int8_experts": ("int8.h", "silu.h", "vectors.h"),
 }
 """What each source includes of this folder."""
+_OPTIONS = {"nearest": ("-ffp-contract=off",)}
+"""Of the compiler, for sources that promise PyTorch's bits."""
 
 
 def level() -> str:
@@ -137,7 +142,10 @@ def _loaded(name: str, level: str) -> ctypes.CDLL:
         # OpenMP's runtime is the one that torch has loaded, so that the two share their threads.
         compile_into(
             path,
-            [compiler, "-O3", "-std=c++17", *_FLAGS[level], "-fopenmp", "-shared", "-fPIC"],
+            [
+                *(compiler, "-O3", "-std=c++17", *_FLAGS[level], *_OPTIONS.get(name, ())),
+                *("-fopenmp", "-shared", "-fPIC"),
+            ],
             [_source(name)],
         )
     loaded = ctypes.CDLL(str(path))
