@@ -114,8 +114,8 @@ int4-w4a8 modelslim
 w8a16 compressed-tensors
 """.strip().splitlines()
 ]
-# What an engine has no class for, or, vLLM's, whose config transformers does not know, or which it
-# does not make without a vision tower's processor or a device's attention; and where there is nothing to quantize.
+# What an engine has no class for, or, vLLM's, which it does not make without torchvision and the
+# driver of a GPU (libcuda) or its attention.
 WITHOUT = {
     "sglang": ("pangu_ultra_moe",),
     "vllm": ("pangu_ultra_moe", "glm5_next", "qwen4_exp", "hy_v4"),
