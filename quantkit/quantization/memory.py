@@ -29,7 +29,7 @@ from quantkit.models.mtp import has_block_head
 from quantkit.models.table import Parameter
 from quantkit.quantization.job import Job
 
-PROCESS_BYTES = (450 + 250 * bool(torch.version.cuda or torch.version.hip)) * 10**6
+PROCESS_BYTES = (480 + 250 * bool(torch.version.cuda or torch.version.hip)) * 10**6
 """Python, torch, its BF16 kernels and the tokenizer, before any weight is read; and the libraries
 that a torch built for GPUs loads."""
 MODULES_BYTES = 150 * 10**6 + CALL_CACHE_BYTES
@@ -59,6 +59,8 @@ _JUDGED = 5
 """Logits of a block of the head alive together: both paths', and their comparison."""
 _COPIED = 3
 """Bytes per value while a 16-bit tensor is copied: itself, and a mask of finite values."""
+_ROTATED = 2 * _FLOAT + 2
+"""The same while it is rotated: in float32 before and after, and as stored."""
 _ROUNDED = 6 * _FLOAT
 """Bytes per value of a matrix that is rounded to nearest, as in `rtn_peak`."""
 _GIB = 2**30
@@ -73,7 +75,7 @@ class RunSizes:
     quantized: modules to quantize. mlp_output_width: as of `ModelConfig`. state_width: values of a token's hidden state in all its
     residual streams. drift: whether calibration tokens also run through the original path.
     kept_width: values of a token that a draft head has read (calibrate/block_drafts.py). in_file:
-    whether hidden states lie in a file."""
+    whether hidden states lie in a file. rotated: whether tables are."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
@@ -88,6 +90,7 @@ class RunSizes:
     drift: bool = False
     kept_width: int = 0
     in_file: bool = False
+    rotated: bool = False
 
     @property
     def every_path(self) -> int:
@@ -124,6 +127,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     """Peak memory of the run, in batches that keep it under `ceiling` bytes, or BUDGET, if any
     do."""
     quantized = {row.module for row in job.linears}
+    rotated = any(job.checkpoint.is_rotated(row.name) for row in job.rows if row.layer is None)
     if not job.request.methods and not job.request.recipe.prune:
         return rtn_peak(job.units, quantized), Batches()
     # Pruning runs the calibration text, too.
@@ -141,6 +145,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         batches=Batches(),
         drift="drift" in job.request.methods,
         kept_width=config.hidden_size * has_block_head(job.rows),
+        rotated=rotated,
     )
     measuring = Peak(0, 0, 0, "")
     if job.request.mixture.chooses:
@@ -178,9 +183,11 @@ def calibrated_peak(work: RunSizes) -> Peak:
         moments.append((_experts_bytes(work, layer) + copied, f"layers.{layer}.experts"))
     # A table is read whole where the text is embedded, with a mask of its finite values; an
     # embedding may be rounded there.
+    copied_table = _ROTATED if work.rotated else _COPIED
     tables = [
         (
-            (_ROUNDED if rows[0].module in work.quantized else _COPIED) * max(map(_values, rows)),
+            (_ROUNDED if rows[0].module in work.quantized else copied_table)
+            * max(map(_values, rows)),
             unit,
         )
         for unit, rows in work.units.items()

@@ -67,6 +67,18 @@ def test_states_are_kept_once_more_where_something_is_behind_the_experts(tmp_pat
     assert peak.work > 4 * tokens * config["hidden_size"]
 
 
+def test_a_table_that_is_rotated_is_in_memory_in_float32_twice(tmp_path):
+    config = CONFIGS["llama"] | {"vocab_size": 65536}
+    path = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+    sizes = {"scheme": "w8a16", "samples": 1, "held_out": 1, "seq_len": 16}
+    peaks = [
+        plan(path, find_scheme("w8a16"), PlanOptions(recipe=recipe)).host_peak
+        for recipe in (Recipe(**sizes), Recipe(**sizes, rotation=("residual",)))
+    ]
+    assert peaks[1].where == "model.embed_tokens"
+    assert peaks[1].work - peaks[0].work >= 6 * 65536 * config["hidden_size"]
+
+
 def test_states_that_do_not_fit_into_memory_lie_in_a_file(
     source, text, tmp_path, monkeypatch, one_thread
 ):
