@@ -76,8 +76,8 @@ def compensate_both(
     block before the next compensates for it."""
     scales = fit_scales(w, quantizer, curvature.conditional)
     values = torch.empty_like(w)
-    factor = outputs.factor if outputs.factor.dim() == 3 else outputs.factor[None]
-    parts, count = factor.shape[:2]
+    count = outputs.factor.shape[-1]
+    parts = outputs.factor.numel() // count**2
     first = count * torch.arange(parts, device=w.device)[:, None]
     size = -(-count // ROW_BLOCKS)
     blocks = (first + outputs.order.view(parts, count)).split(
@@ -88,6 +88,7 @@ def compensate_both(
         stop, rows = start + block.shape[1], block.flatten()
         target = w.index_select(-2, rows)
         if number:
+            update = outputs.row_update(start, stop).view(parts, stop - start, start)
             compensation, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
             for earlier in blocks[:number]:  # one at a time: their errors are not kept
                 own = earlier.flatten()
@@ -97,13 +98,9 @@ def compensate_both(
                     .unflatten(-2, (parts, -1))
                 )
                 compensation += error_product(
-                    factor[:, before : before + earlier.shape[1], start:stop].mT, error
+                    update[..., before : before + earlier.shape[1]], error
                 )
                 before += earlier.shape[1]
-            # Solved as rows times an upper triangle: a batch of experts shares it.
-            compensation = torch.linalg.solve_triangular(
-                factor[:, start:stop, start:stop], compensation.mT, upper=True, left=False
-            ).mT
             target += compensation.flatten(-3, -2)
         fitted = _select_rows(scales, rows)
         rounded = compensate_with_scales(target, fitted, curvature, quantizer, descent)

@@ -125,6 +125,20 @@ class Curvature:
         columns = range(0, self.factor.shape[-1], OUTER)
         return tuple(DescentPanel.of(self.factor[..., at : at + OUTER, at:]) for at in columns)
 
+    @cached_property
+    def _row_updates(self) -> dict[tuple[int, int], Tensor]:
+        return {}
+
+    def row_update(self, start: int, stop: int) -> Tensor:
+        """inv(U_II)^T U_PI^T [..., C, start] of the factor U: change of rows I, start..stop, for
+        errors of the rows P before. Kept: all experts of a layer share it."""
+        key = start, stop
+        if key not in self._row_updates:
+            own = slice(start, stop)
+            before, triangle = self.factor[..., :start, own].mT, self.factor[..., own, own].mT
+            self._row_updates[key] = torch.linalg.solve_triangular(triangle, before, upper=False)
+        return self._row_updates[key]
+
     @property
     def conditional(self) -> Tensor:
         """Cost of a squared error in each channel once the channels after it have compensated for
@@ -300,9 +314,7 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, quantizer: Qua
         group_of_columns(order, w, quantizer),
         take(scale.movedim(0, -1), order),
     )
-    columns = (
-        columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
-    )
+    columns = columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), -1).flatten(-2)
     _, loss = gptq(columns, curvature, quantizer, steps)
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
@@ -353,9 +365,8 @@ def gptq(
 def block_rounder(device: torch.device) -> RoundBlock:
     """The implementation of block rounding for a device; on a GPU one kernel launch."""
     if device.type == "cuda":
-        from quantkit.quant.block_kernel import (
-            round_block,
-        )  # Triton is part of PyTorch's GPU builds
+        # Triton is part of PyTorch's GPU builds.
+        from quantkit.quant.block_kernel import round_block
 
         return round_block
     return round_block_cpp if device.type == "cpu" and has_cpp() else _round_block_by_torch
@@ -365,9 +376,8 @@ def _round_block_by_torch(
     target: Tensor, update: Tensor, quantizer: Quantizer, steps: ColumnScales, parts: BlockParts
 ) -> None:
     """A `RoundBlock`."""
-    before = (
-        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
-    )
+    aliased = parts.before.data_ptr() == parts.values.data_ptr()
+    before = parts.before.clone() if aliased else parts.before
     errors = round_block_torch(target, update, quantizer, steps.spread, parts.values)
     if parts.factored_error is not None and parts.pivot is not None:
         torch.mul(errors, parts.pivot, out=parts.factored_error)

@@ -299,7 +299,8 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
     one_stream, drift = work.state_width == work.hidden_size, work.drift and not table
     weights = _FLOAT * sum(map(_values, rows))
     held = work.every_path * work.read_width * _FLOAT * any(row.role == "router" for row in rows)
-    held += _FLOAT * work.hidden_size**2 * one_stream  # the cost of an error in that stream
+    # The cost of an error in that stream; how rows compensate, for blocks of one or two sizes.
+    held += 2 * _FLOAT * work.hidden_size**2 * one_stream
     # With drift those that write to the residual stream are observed again, after the others.
     early, late = (
         _readers([row for row in linears if (drift and row.split == "row") == last])
