@@ -276,7 +276,8 @@ def drafts_row(
         "tokens_a_step": tokens / (tokens - found.accepted),
         "length_last": controller.drafts,
         "step_ms": {
-            drafts: costs.by_rows(1e3) for drafts, costs in sorted(controller.step_times.items())
+            drafts: {rows: seconds * 1e3 for rows, seconds in costs.by_rows().items()}
+            for drafts, costs in sorted(controller.step_times.items())
         },
         "slowest": sorted(steps, reverse=True)[:8],
         "tried": sum(rows > answers or drafts > 0 for _, drafts, rows, answers, _ in steps),

@@ -9,8 +9,7 @@ sublayer, hidden_states, ranks     running one sublayer over all tokens
 input_statistics, input_sums     1. Hessians of all linear inputs
 scales               2. AWQ / SmoothQuant scales, folded and verified
 sublayer_solver, linear_solver                    3. quantized weights by GPTQ and descent
-expert_layer, experts    routed experts, streamed in batches
+expert_layer, experts    routed experts, streamed in batches; the source and plain rounding next to them
 output_cost          what an error in the residual stream costs
-reference_runs       the unquantized and the round-to-nearest model on the same tokens
 sensitivity          predicted KL of every linear on every grid, for mixed precision
 """

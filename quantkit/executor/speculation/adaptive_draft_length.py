@@ -134,6 +134,10 @@ class StepTimes:
             if rows <= 1.5 * one <= 2.25 * rows
         )
 
+    def by_rows(self) -> dict[int, float]:
+        """Seconds of a step, by its rows."""
+        return dict(sorted(self._seconds.items()))
+
     def at(self, rows: int) -> float | None:
         """Mean of exactly `rows` rows."""
         return self._seconds.get(rows)
