@@ -211,7 +211,7 @@ test-loaders: .venv-vllm-cuda/stamp .venv-vllm-ascend/stamp .venv-sglang/stamp
 	touch $@
 
 test-packers: .venv-packers/stamp
-	PYTHONPATH=.:tests/support .venv-packers/bin/python tests/judges/packers.py
+	PYTHONPATH=.:kernels:tests/support .venv-packers/bin/python tests/judges/packers.py
 
 .venv-packers/stamp:
 	$(PYTHON) -m venv .venv-packers
