@@ -11,9 +11,8 @@ Weights are made up (made_weights.py), each layer with memory of its own, so tha
 what it needs far beyond any cache. The executor's own model, cache and captured decode step
 compute. TPOT is the wall clock from one step's tokens on the host to the next's, device the same
 step by the device's clock; TTFT is that of one prompt in passes of --chunk tokens, the last layer's
-MLP for the last token of each. Left out: a
-box's all-reduces (partial sums go straight into the residual) and gathering of logits, tokenizer
-and server. A case whose cache does not fit the device is not run.
+MLP for the last token of each. Left out: a box's all-reduces (partial sums go into the residual) and
+gathering of logits, tokenizer and server. A case whose cache does not fit the device is not run.
 
 --backends: several hold the same weights, one after the other, and their steps are replayed in
 turns; the last line is each one's time over the first's. --parts: also the launches of a step, and
@@ -479,9 +478,7 @@ class _Tiny(argparse.Action):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="r1")
-    options.add_argument(
-        "--tp", type=int, default=4, help="ranks of R1 or V3.2, of which this is one"
-    )
+    options.add_argument("--tp", type=int, default=4, help="ranks of R1 or V3.2; this is one")
     options.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
     options.add_argument("--context", type=numbers, default=[640])
     options.add_argument("--prefill", type=numbers, default=[128])

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from quantkit_kernels.cpu.build import once
+from quantkit_kernels.cpu.nearest import grid_number
 from torch import Tensor
 
 from quantkit.grids.base import Quantizer, Scales
@@ -104,7 +105,6 @@ class RoundBlock(Protocol):
     ) -> None: ...
 
 
-_INTEGER, _INTEGER_WITH_ZERO, _E2M1, _E4M3 = range(4)
 STRIP = 16
 _MOST_COLUMNS = 128
 """Limit of the C++."""
@@ -132,9 +132,7 @@ def round_block_cpp(
     assert all(one.stride()[-2:] == (rows, 1) for one in in_all), (
         f"not whole columns: {[one.stride() for one in in_all]}"
     )
-    batch, integer = (len(target) if target.dim() == 3 else 1), _INTEGER
-    if zero is not None:
-        zero, integer = zero.contiguous(), _INTEGER_WITH_ZERO
+    zero = None if zero is None else zero.contiguous()
     loaded = once("round_block")
     assert loaded is not None, "has_cpp() was called before"
     own = target, update, size, size if zero is None else zero, groups
@@ -144,8 +142,8 @@ def round_block_cpp(
         None if pivot is None else pivot.data_ptr(),
         *known,
         None if pivot is None else last,
-        {"fp4": _E2M1, "fp8": _E4M3}.get(quantizer.kind, integer),
-        batch,
+        grid_number(quantizer.kind, zero),
+        len(target) if target.dim() == 3 else 1,
         columns,
         rows,
         batch_stride(size),

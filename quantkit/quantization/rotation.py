@@ -61,9 +61,9 @@ class Rotation:
     def __call__(self, x: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         """(x * gain) Q, x [R, ..., width], some of the R at a time: embeddings are large."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        step = max(1, _VALUES // x[0].numel())
+        scale, step = self.signs.to(x) * gain, max(1, _VALUES // x[0].numel())
         for some, into in zip(x.split(step), out.split(step)):
-            into.copy_(self._mixed(some * (self.signs.to(x) * gain)))
+            into.copy_(self._mixed(some * scale))
         return out
 
     def _mixed(self, x: Tensor) -> Tensor:

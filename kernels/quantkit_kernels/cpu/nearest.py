@@ -53,7 +53,7 @@ def best_scale(
     _call(
         "qk_best_scale",
         (batch, scales, zeros, weight, found, zero),
-        *(_grid(kind, zeros), len(scales), *batch.shape, *batch.stride()[:3], *apart),
+        *(grid_number(kind, zeros), len(scales), *batch.shape, *batch.stride()[:3], *apart),
         *(code_range or (0, 0)),
     )
     return found, zero
@@ -75,7 +75,7 @@ def nearest(
     _call(
         "qk_nearest",
         (batch, scales, zeros, found),
-        *(_grid(kind, zeros), *batch.shape, *batch.stride()[:3], *(code_range or (0, 0))),
+        *(grid_number(kind, zeros), *batch.shape, *batch.stride()[:3], *(code_range or (0, 0))),
     )
     return found
 
@@ -85,7 +85,8 @@ def _batch(groups: Tensor) -> Tensor:
     return groups.reshape(-1, *(1, *groups.shape)[-3:])
 
 
-def _grid(kind: str, zeros: Tensor | None) -> int:
+def grid_number(kind: str, zeros: Tensor | None) -> int:
+    """How the C++ knows a quantizer's kind, with zero points or without."""
     return {"fp4": _E2M1, "fp8": _E4M3}.get(kind, _INTEGER if zeros is None else _INTEGER_WITH_ZERO)
 
 
