@@ -161,23 +161,15 @@ def stored_rows(checkpoint: Checkpoint, rows: list[Parameter]) -> list[tuple[Par
 
 
 def check_split(checkpoint: Checkpoint, model: Model, parallel: ParallelSizes) -> list[LoadProblem]:
-    """Heads, layers and linears that do not divide over the ranks. Linears are split in units of 8
-    rows where int4 is packed along them, or of the group size along columns; inputs that are
-    rotated as the model runs are not split."""
+    """Heads, layers and linears that do not divide over the ranks."""
 
     def grid(module: str) -> Grid | None:
         linear = checkpoint.linears.get(module)
         return None if linear is None else linear.grid
 
     problem = find_part_problem(model.config, parallel) or find_split_problem(
-        model.rows, grid, parallel
+        model.rows, grid, checkpoint.input_rotation, parallel
     )
-    rotated = (row.module for row in model.rows if checkpoint.input_rotation(row.module))
-    if parallel.tensor > 1 and problem is None and (module := next(rotated, None)):
-        problem = LoadProblem.error(
-            f"inputs of {module} are rotated as the model runs, which engines do on one GPU alone",
-            "use one tensor-parallel rank (--devices 1)",
-        )
     return [] if problem is None else [problem]
 
 
@@ -205,11 +197,22 @@ def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProbl
 
 
 def find_split_problem(
-    rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes
+    rows: Iterable[Parameter],
+    grid: Callable[[str], Grid | None],
+    input_rotation: Callable[[str], int],
+    parallel: ParallelSizes,
 ) -> LoadProblem | None:
     """The first linear that does not divide. grid: of a module's weight, None if it is not
-    quantized."""
+    quantized; linears are split in units of 8 rows where int4 is packed along them, or of the group
+    size along columns. input_rotation: size of the blocks in which a module's inputs are rotated as
+    the model runs, 0 if they are not; such inputs are not split."""
     for row in rows:
+        if parallel.tensor > 1 and input_rotation(row.module):
+            return LoadProblem.error(
+                f"inputs of {row.module} are rotated as the model runs, which engines do on one "
+                "GPU alone",
+                "use one tensor-parallel rank (--devices 1)",
+            )
         ranks = row.tp_shards(parallel.expert_ranks if row.expert is not None else parallel.tensor)
         if (
             (row.expert is not None and parallel.expert)

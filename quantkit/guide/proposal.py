@@ -8,7 +8,7 @@ What cannot be done is refused before any work.
 
 import shutil
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -346,11 +346,9 @@ def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Devices) -> int:
     if box.count == 1 or box.boxes > 1:
         return box.count
     job = open_job(request, checkpoint)
+    split = partial(find_split_problem, job.rows, job.grids.get, job.checkpoint.input_rotation)
     for ranks in range(box.count, 1, -1):
-        if (
-            box.count % ranks == 0
-            and find_split_problem(job.rows, job.grids.get, ParallelSizes(ranks)) is None
-        ):
+        if box.count % ranks == 0 and split(ParallelSizes(ranks)) is None:
             return ranks
     return 1
 

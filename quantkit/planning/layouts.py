@@ -67,14 +67,16 @@ def plan_layout(
     memory_gib: float | None = None,
     device: Device | None = None,
     grid: Callable[[str], Grid | None] = lambda module: None,
+    input_rotation: Callable[[str], int] = lambda module: 0,
 ) -> PlannedLayout:
     """Fit of an engine's layout for parameters that are not written yet, each given with its stored
     bytes; `deploy` does the same for an existing checkpoint.
 
     context: tokens of the longest request. redundant: copies of busy experts per layer, in addition
     to the layout's own. devices, memory_gib, device: number per machine, memory and kind,
-    overriding the layout's. grid: of a module's weight. Raises QuantkitError for an unknown engine
-    or layout, or one that does not divide evenly over such machines.
+    overriding the layout's. grid, input_rotation: of a module, as of `find_split_problem`. Raises
+    QuantkitError for an unknown engine or layout, or one that does not divide evenly over such
+    machines.
     """
     recipe, topology = (
         find_recipe(engine, device),
@@ -102,7 +104,7 @@ def plan_layout(
     }
     found = {
         role.name: find_part_problem(config, role.parallel)
-        or find_split_problem(rows, grid, role.parallel)
+        or find_split_problem(rows, grid, input_rotation, role.parallel)
         for role in roles
     }
     return PlannedLayout(

@@ -253,6 +253,7 @@ def _plan_layout(
         serving.context,
         serving.redundant,
         grid=job.grids.get,
+        input_rotation=job.checkpoint.input_rotation,
         **machine,
     )
     option = "" if devices is None else f" --devices {devices}"

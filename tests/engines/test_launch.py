@@ -227,7 +227,7 @@ def test_a_split_that_does_not_divide_is_named(tmp_path):
     told = check_split(checkpoint, model, ParallelSizes(2))[0].problem
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
     whole = [row for row in model.rows if row.expert is not None]
-    found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
+    found = find_split_problem(whole, lambda _: None, lambda _: 0, ParallelSizes(7))
     assert found.remedy == "use fewer tensor-parallel ranks, or a layout with expert parallelism"
 
 

@@ -24,6 +24,8 @@ from quantkit.executor.weights.load import load_model
 from quantkit.executor.weights.weights import ExecutorWeights
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import read_model
+from quantkit.planning.options import PlanOptions
+from quantkit.planning.plan import plan
 from quantkit.quantization.convert import convert
 from quantkit.quantization.rotation import Rotation, open_rotated
 
@@ -171,6 +173,8 @@ def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
     source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
     out, ids = tmp_path / "out", torch.arange(8, 40)
     recipe = Recipe(scheme="int8-a8w8c16", methods=(), rotation=("down",))
+    asked = PlanOptions(recipe=recipe, engine="vllm", layout="one-box")
+    assert "rotated" in plan(source, recipe.scheme, asked).layout.problems["server"]
     quantized(source, out, recipe)
     checkpoint = Checkpoint.open(out)
     down = "model.layers.1.mlp.down_proj"
