@@ -173,7 +173,7 @@ def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
     source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
     out, ids = tmp_path / "out", torch.arange(8, 40)
     recipe = Recipe(scheme="int8-a8w8c16", methods=(), rotation=("down",))
-    asked = PlanOptions(recipe=recipe, engine="vllm", layout="one-box")
+    asked = PlanOptions(recipe=recipe, engine="vllm", layout="one-box", devices="2x80GiB")
     assert "rotated" in plan(source, recipe.scheme, asked).layout.problems["server"]
     quantized(source, out, recipe)
     checkpoint = Checkpoint.open(out)
