@@ -36,7 +36,8 @@ PEERS = {
     "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-modelopt", "w4-nearest"),
     "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-modelopt", "fp4-nearest"),
     "int8-a8w8c16": ("int8-smooth-gptq", "int8-200", "int8-gptq", "int8-nearest"),
-    "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
+    "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-200", "w4a4-gptq", "w4a4-nearest"),
+    "mxfp4-w4a4": ("mx4-awq-gptq", "mx4-200", "mx4-gptq", "mx4-nearest"),
     "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
 }
 STRONGEST = {
@@ -88,7 +89,7 @@ def jobs(given: argparse.Namespace) -> list[QualityJob]:
     found = []
     for nth, seed in enumerate(given.seeds):
         for scheme in given.schemes:
-            turn = 2 * nth + (scheme in ("nvfp4-w4a4", "int4-w4a8-groups"))
+            turn = 2 * nth + (scheme not in STRONGEST)
             named: list[tuple[int, str, dict[str, Any]]] = [(turn, "quantkit", {})]
             named += [
                 (turn, name, {})

@@ -1,9 +1,9 @@
 """One evaluator for all checkpoints: decoded to float32, float32 activations, documents alone,
 KL(source || output) in nats; and the table of what runs came to.
 
-Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the
-scheme says so; no side gains by a kernel. A checkpoint of decoded values says it in
-activations.json (quality_peers.py).
+Activations are rounded to int8, a step a token, to MXFP4, or to NVFP4 under the stored scale, where
+the scheme says so; no side gains by a kernel. A checkpoint of decoded values says it in
+activations.json (quality_peers.py); its NVFP4 inputs have the scale that a pass of its own asks for.
 """
 
 import json
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.base import dequantize
+from quantkit.grids.mxfp4 import Mxfp4Grid
 from quantkit.models import find_architecture
 from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext
@@ -53,8 +54,9 @@ class Decoded:
         self.chosen: list[Tensor] = []
         note = checkpoint.path / "activations.json"
         self.decoded: dict[str, Any] = (
-            json.loads(note.read_text()) if note.is_file() else {"bits": 16, "kept": []}
+            json.loads(note.read_text()) if note.is_file() else {"bits": 16, "kept": [], "grid": ""}
         )
+        self.noted_grid = Mxfp4Grid(activation_bits=4) if self.decoded["grid"] == "mxfp4" else None
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.read(name).float().to(self.device)
@@ -76,10 +78,10 @@ class Decoded:
         dense = torch.cat([dequantize(weight) for weight in weights])
         bits = self.activation_bits(modules[0])
         linear = self.checkpoint.linears.get(modules[0])
-        grid = None if linear is None else linear.grid
+        grid = self.noted_grid if linear is None else linear.grid
         if bits == 4 or (grid is not None and not grid.is_integer):
             reading = ActivationQuant.of(weights[0], bits, grid)
-            return lambda x: F.linear(reading(x), dense)
+            return lambda x: F.linear(reading(x) if len(x) else x, dense)
         return lambda x: F.linear(round_rows(x) if bits == 8 else x, dense)
 
     def activation_bits(self, module: str) -> int:

@@ -17,7 +17,14 @@ from core import parser
 
 IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*kv_b_proj$"]
 """What quantkit leaves in 16 bits too: engines need kv_b_proj as it is."""
-SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "w4a4": "NVFP4", "int8": "W8A8", "w4a8": "W4A8"}
+SCHEMES = {
+    "w4": "W4A16_ASYM",
+    "fp4": "NVFP4A16",
+    "w4a4": "NVFP4",
+    "mx4": "MXFP4",
+    "int8": "W8A8",
+    "w4a8": "W4A8",
+}
 
 
 def group_size(model: Any) -> int:
@@ -159,11 +166,30 @@ INT8_TOKENS = {
     "act_dynamic": True,
     "act_sym": True,
 }
+FP4_INPUTS = {"act_bits": 4, "act_dynamic": True, "act_sym": True}
 GRIDS = {
     "w4": {"bits": 4, "group_size": 128, "sym": False, "data_type": "int"},
     "fp4": {"bits": 4, "group_size": 16, "sym": True, "data_type": "nv_fp", "act_bits": 16},
     "int8": {"bits": 8, "group_size": -1, "sym": True, "data_type": "int", **INT8_TOKENS},
     "w4a8": {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", **INT8_TOKENS},
+    "w4a4": {
+        "bits": 4,
+        "group_size": 16,
+        "sym": True,
+        "data_type": "nv_fp",
+        "act_group_size": 16,
+        "act_data_type": "nv_fp4_with_static_gs",
+        **FP4_INPUTS,
+    },
+    "mx4": {
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "data_type": "mx_fp",
+        "act_group_size": 32,
+        "act_data_type": "mx_fp",
+        **FP4_INPUTS,
+    },
 }
 
 
@@ -171,9 +197,10 @@ def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
     """Recipes are GRID-ITERATIONS, GRID-v2-ITERATIONS for the second version of its method, or
     GRID-awq-ITERATIONS for its own AWQ before it: w4
     (int4 with zero points in groups of 128 or what divides the model), fp4 (NVFP4 weights, 16-bit activations), int8 (a step
-    a row, activations int8 a token) and w4a8 (int4 in groups of 128, the same activations). OUT is
-    a BF16 checkpoint of the decoded values; OUT/activations.json says how many bits the inputs of
-    its linears have, and which linears are kept. All lists of tokens have one length."""
+    a row, activations int8 a token), w4a8 (int4 in groups of 128, the same activations), w4a4 (NVFP4,
+    activations too) and mx4 (MXFP4, activations too). OUT is a BF16 checkpoint of the decoded values;
+    OUT/activations.json says how many bits the inputs of its linears have, on which grid, and which
+    linears are kept. All lists of tokens have one length."""
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -218,11 +245,11 @@ def auto_round(source: Path, tokens: Path, recipe: str, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     config.pop("quantization_config", None)  # of what was rounded; the values are plain
     (out / "config.json").write_text(json.dumps(config))
-    _note_activations(out, GRIDS[grid].get("act_bits", 16))
+    _note_activations(out, GRIDS[grid].get("act_bits", 16), "mxfp4" if grid == "mx4" else "")
 
 
-def _note_activations(out: Path, bits: int) -> None:
-    note = {"bits": bits, "kept": ("lm_head", "kv_b_proj", "mlp.gate")}
+def _note_activations(out: Path, bits: int, grid: str = "") -> None:
+    note = {"bits": bits, "grid": grid, "kept": ("lm_head", "kv_b_proj", "mlp.gate")}
     (out / "activations.json").write_text(json.dumps(note))
 
 
