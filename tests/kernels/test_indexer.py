@@ -48,6 +48,7 @@ def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, mo
     from quantkit_kernels.triton import indexer
 
     monkeypatch.setattr(indexer, "_SEGMENT", 64)
+    monkeypatch.setattr(indexer, "_AT_ONCE", 16)
     torch.manual_seed(2)
     device, width, blocks, topk = device_of(backend), 32, 11, 20
     keys = torch.randn(40, PAGE, width, device=device).to(dtype)
@@ -104,3 +105,28 @@ def test_of_equal_scores_the_first_are_selected(backend):
         pages = IndexPages(keys, table[:, : position // PAGE + 1])
         alone = index_topk(q[part], weights[part], pages, positions[part], topk, backend=backend)
         assert torch.equal(alone.positions[0, :count], whole[position, :count]), position
+
+
+@pytest.mark.parametrize("weight", [1.0, -1.0, 2.0**100])
+@pytest.mark.parametrize("backend", backends_of("index_topk", dtypes=False))
+def test_scores_of_few_values_over_many_powers_of_two(backend, weight, monkeypatch):
+    """Differences of such scores do not lead to the least that is selected, of which there are
+    several; with the last weight the highest are infinite."""
+    from quantkit_kernels.triton import indexer
+
+    monkeypatch.setattr(indexer, "_AT_ONCE", 32)
+    device, topk = device_of(backend), 70
+    torch.manual_seed(6)
+    values = 2.0 ** (torch.randint(-9, 6, (256,), device=device) // 3 * 30)
+    keys = torch.zeros(256, 16, device=device).bfloat16()
+    keys[:, 0] = values
+    q, weights = torch.zeros(2, 3, 16, 16, device=device).bfloat16()
+    q[:, 0, 0], weights = 1, weights[..., 0].float()
+    weights[:, 0] = weight
+    table = torch.arange(16, dtype=torch.int32, device=device)[None]
+    positions = torch.tensor([20, 130, 255], device=device)
+    pages = IndexPages(keys.view(-1, PAGE, 16), table)
+    found, _, counts = index_topk(q, weights, pages, positions, topk, backend=backend)
+    for row, position in enumerate(positions.tolist()):
+        best = (weight * values[: position + 1]).sort(descending=True, stable=True).indices[:topk]
+        assert found[row, : counts[row]].tolist() == best.sort().values.tolist()

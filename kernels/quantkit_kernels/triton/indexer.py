@@ -18,6 +18,8 @@ _ROWS = 128
 _KEYS = 128
 _SEGMENT = 8192
 """Scores among which a program selects; those of longer texts are selected from what it left."""
+_AT_ONCE = 1024
+"""Scores of a segment that are written at a time."""
 _SCORES = 1 << 28
 """Scores held at once, in bytes."""
 
@@ -101,8 +103,8 @@ def _select(scores: Tensor, table: Tensor, positions: Tensor, page: int, found: 
         kernel[(tokens, parts)](
             scores, columns, table, positions, out_scores, out_columns, found.slots, found.counts,
             width, width, 0 if len(table) == 1 else table.shape[1], count,
-            SEGMENT=segment, PAGE=page, FIRST=first, LAST=last,
-            num_warps=max(1, min(segment // 512, 16)), **overlapped(scores.device),
+            SEGMENT=segment, AT_ONCE=min(segment, _AT_ONCE), PAGE=page, FIRST=first, LAST=last,
+            num_warps=max(1, min(segment // 512, 4)), **overlapped(scores.device),
         )  # fmt: skip
         scores, columns, width, first = out_scores, out_columns, out_scores.shape[1], False
 

@@ -142,26 +142,24 @@ def produce(
 
 
 @gluon.jit
-def keep_selected(scores, words, word_row, begin, first, new, block, SCORES: gl.constexpr):
-    """scores [HALF, 128] of a block of keys, -inf of those that a query does not attend to. A
-    thread reads all four words of its two queries; their bits lie as its scores do."""
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [8, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [HALF, 4, 32],
-    )
+def words_of(words, word_row, begin, first, new, block, BITS: gl.constexpr):
+    """The bits of HALF queries for a block of 128 keys, int32 [HALF, 4]."""
     OF_WORD: gl.constexpr = gl.SliceLayout(2, BITS)
     rows = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, OF_WORD)), 1)
     word = gl.expand_dims(block * 4 + gl.arange(0, 4, gl.SliceLayout(0, OF_WORD)), 0)
     at = (begin + rows).to(gl.int64) * word_row + word
-    own = gl.expand_dims(gl.load(words + at, mask=rows < new, other=0), 2)
+    return gl.load(words + at, mask=rows < new, other=0)
+
+
+@gluon.jit
+def keep_selected(scores, own, BITS: gl.constexpr, SCORES: gl.constexpr):
+    """scores [HALF, 128] of a block of keys, -inf of those that a query does not attend to by its
+    `words_of`."""
     bit = gl.expand_dims(
         gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, BITS))), 0), 0
     )
-    chosen = ((own >> (bit & 6)) >> (bit & 25)) & 1  # the first shift is a thread's alone
-    chosen = gl.convert_layout(chosen.reshape([HALF, 128]), SCORES)
+    chosen = ((gl.expand_dims(own, 2) >> (bit & 6)) >> (bit & 25)) & 1
+    chosen = gl.convert_layout(chosen.reshape([HALF, 128]), SCORES)  # the first shift: a thread's
     return gl.where(chosen != 0, scores, float("-inf"))
 
 
@@ -225,6 +223,14 @@ def consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_PADDED, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    # A thread has all four words of its two queries, whose bits lie as its scores do.
+    BITS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [8, 0, 0], [0, 0, 1], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [HALF, 4, 32],
+    )
     DTYPE: gl.constexpr = q.dtype.element_ty
     vs = places[2]
     k_there, k_free, v_there, v_free = barriers
@@ -245,11 +251,13 @@ def consume(
         total += 1.0
     sums = gl.zeros([HALF, V_PADDED], gl.float32, SUMS)
     blank = gl.zeros([HALF, BN], gl.float32, SCORES)
+    if SELECTED:
+        own = words_of(words, word_row, begin, first_token, new, low // BN, BITS)
     mbarrier.wait(k_there.index(0), 0)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(score(queries, places, 0, blank, R),))
     mbarrier.arrive(k_free.index(0), count=1)
     if SELECTED:
-        scores = keep_selected(scores, words, word_row, begin, first_token, new, low // BN, SCORES)
+        scores = keep_selected(scores, own, BITS, SCORES)
     probabilities, largest, total, less = soften(
         scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED, SELECTED
     )
@@ -263,6 +271,8 @@ def consume(
             if TURNS:
                 mbarrier.wait(turns.index(half), turn)
                 turn ^= 1
+            if SELECTED:  # there when the scores are
+                own = words_of(words, word_row, begin, first_token, new, low // BN + block, BITS)
             scores = score(queries, places, k_place, blank, R)
             mbarrier.wait(v_there.index(v_place), v_phase)
             sums = warpgroup_mma(p, vs.index(v_place), sums, is_async=True)
@@ -272,9 +282,7 @@ def consume(
             mbarrier.arrive(k_free.index(k_place), count=1)
             at = keys_of + block * BN
             if SELECTED:
-                scores = keep_selected(
-                    scores, words, word_row, begin, first_token, new, low // BN + block, SCORES
-                )
+                scores = keep_selected(scores, own, BITS, SCORES)
             probabilities, largest, total, less = soften(
                 scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED,
                 SELECTED,
