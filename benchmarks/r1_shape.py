@@ -4,7 +4,7 @@ one takes and how much memory.
     python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2|qwen3-8b|smollm2]
     [--experts 256] [--layers 2] [--dense 1] [--chosen 8]
     python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128]
-    [--held-out 16] [--memory 16GiB] [--profile]
+    [--held-out N] [--memory 16GiB] [--profile]
     torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
 
 `write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary
@@ -332,12 +332,12 @@ def run(
     name: str,
     device: str,
     samples: int,
-    held_out: int,
+    held_out: int | None,
     seq_len: int,
     memory: str | None,
     profile: bool,
 ) -> None:
-    """name: of a recipe."""
+    """name: of a recipe. held_out: None for the recipe's own."""
     out, leads = path.with_name(f"{path.name}-{name}"), os.environ.get("RANK", "0") == "0"
     if leads:
         for left in (
@@ -348,9 +348,8 @@ def run(
     settings = {
         "calibration": str(path / "calibration.jsonl"),
         "samples": samples,
-        "held_out": held_out,
         "seq_len": seq_len,
-    }
+    } | ({} if held_out is None else {"held_out": held_out})
     recipe = load_recipe(name).model_copy(update=settings)
     scheme = find_scheme(recipe.scheme)
     planned = plan(path, scheme, PlanOptions(recipe=recipe, samples=samples, seq_len=seq_len))
@@ -434,7 +433,7 @@ def main() -> None:
     options.add_argument("--recipe", default="awq-w4a16")
     options.add_argument("--device", default="cpu")
     options.add_argument("--samples", type=int, default=128)
-    options.add_argument("--held-out", type=int, default=16)
+    options.add_argument("--held-out", type=int, help="default: the recipe's")
     options.add_argument("--seq-len", type=int, default=512)
     options.add_argument("--memory")
     options.add_argument("--profile", action="store_true")

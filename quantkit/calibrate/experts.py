@@ -187,7 +187,9 @@ class ExpertSolver:
         of_layer = weights.hidden(self.layer_rows, len(self.layer_rows))
         if weights.scales_inside:
             gated = weights.gated(x, fitted)
-            hidden = gated * leading_sample_linear(x, weights.up, fitted)
+            again = not self.exact and self.original is None  # `_rescaled` has the held-out rows
+            seen = slice(0, fitted if again else len(x))
+            hidden = gated[seen] * leading_sample_linear(x[seen], weights.up, fitted)
         else:
             gated = hidden = weights.hidden(x, fitted)
         own = hidden[:fitted], w[:fitted], of_layer
@@ -243,13 +245,12 @@ class ExpertSolver:
         }
 
     def _rescaled(self, runs: "_ExpertRun", up: Tensor, scale: Tensor) -> Tensor:
-        """Input of the down projection after up's rows are divided by `scale`, in place."""
+        """Input of the down projection after up's rows are divided by `scale`."""
         if self.exact:
             return runs.hidden.div_(scale)
         # Scales were rounded to what is stored: the weights read back later must give the same
         # bits.
-        again = leading_sample_linear(runs.x, up, runs.fitted)
-        return torch.mul(runs.gated, again, out=runs.hidden)
+        return leading_sample_linear(runs.x, up, runs.fitted).mul_(runs.gated)
 
     def _inner_scales(
         self,
@@ -332,8 +333,8 @@ class _ExpertRun:
     R rows of the layer.
 
     x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), if a scale can move inside; hidden [n,
-    I]: input of down. of_layer [R, I]: the same for the layer's rows. hessian [I, I]: of down's
-    input. samples_of_down [R, I]: rows of it.
+    I]: input of down, of calibration tokens alone where no more is read. of_layer [R, I]: the same
+    for the layer's rows. hessian [I, I]: of down's input. samples_of_down [R, I]: rows of it.
     """
 
     x: Tensor

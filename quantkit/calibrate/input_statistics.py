@@ -2,12 +2,13 @@
 with observers on its inputs (input_sums.py), on the quantized and, for drift, on the original path.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import (
     HiddenStatePair,
@@ -15,6 +16,8 @@ from quantkit.calibrate.hidden_states import (
     RoutedTokens,
     RoutingRecorder,
     TokenBatch,
+    mean_row_distance,
+    no_experts,
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_sums import (
@@ -37,6 +40,12 @@ SCALE_ROWS = 4096
 SEARCH_TOKENS = 4096
 """Calibration tokens on which the scale of an input that is observed again later is searched."""
 PROBED_TOKENS = 64
+SKETCHED = 512
+"""Directions of random signs by which the size of a row of the residual stream is estimated, to 3 %;
+of streams of fewer than four times as many channels it is computed. On held-out tokens of SmolLM2's
+first layers the loss is 1.0006 of that by exact sizes, 1.0016 with 256, 1.0058 with 64."""
+SAME_OUTPUT = 1e-3
+"""Mean squared distance, relative, up to which a linear's outputs are what a sublayer adds."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,18 @@ class OutputInputs:
         """o: its input for the same tokens on the original path."""
         self._original.setdefault(module, []).append(o.reshape(-1, o.shape[-1]))
 
+    def seen(self, module: str) -> Tensor:
+        """Its inputs on the quantized path in this batch, [T, K]."""
+        return torch.cat(self._seen[module])
+
     def original(self, module: str) -> Tensor:
         """Its inputs on the original path in this batch, [T, K]."""
         return torch.cat(self._original[module])
 
     def finish_batch(self, after: Tensor, lost: Tensor | None = None) -> None:
-        """after [T, H]: the residual stream after the sublayer at the tokens of these inputs. lost
-        [T, H]: what it lacks before, if these linears' outputs are added to it."""
+        """after [T, H]: the residual stream after the sublayer at the tokens of these inputs, or a
+        sketch of it. lost [T, H]: what it lacks before, if these linears' outputs are added to
+        it."""
         for module, parts in self._seen.items():
             x = torch.cat(parts)
             w = row_weights(x, after)
@@ -111,11 +125,11 @@ class InputsObserved(Exception):
 
 
 class PartialRun:
-    """Runs of a sublayer that may end once the inputs of `wanted`, modules, were observed for all
-    tokens of a batch: most of the work comes after the first inputs. Without modules, none does."""
+    """Runs of a sublayer that end once the inputs of some modules were observed for all tokens of a
+    batch: most of the work comes after the first inputs."""
 
     def __init__(self) -> None:
-        self.wanted, self._left = frozenset[str](), dict[str, int]()
+        self._left = dict[str, int]()
 
     def hook(self, listen: InputHook) -> InputHook:
         """Calls `listen`, after which the run may end."""
@@ -129,11 +143,60 @@ class PartialRun:
 
         return see
 
-    def __call__(self, run: Callable[[], object], tokens: int) -> None:
-        """A run of a batch of so many tokens; of none: to the end."""
-        self._left = dict.fromkeys(self.wanted, tokens) if tokens else {}
+    def __call__(self, run: Callable[[], object], wanted: Iterable[str], tokens: int) -> None:
+        """A run of a batch of so many tokens until the inputs of `wanted` were observed; without
+        modules: to the end."""
+        self._left = dict.fromkeys(wanted, tokens)
         with suppress(InputsObserved):
             run()
+
+
+@dataclass(frozen=True)
+class StreamSketch:
+    """The residual stream after a sublayer that adds x W^T + b to it, in SKETCHED directions of
+    random signs: what its rows' sizes need, for a few per cent of the product with W.
+
+    module: the linear. signs [S, H], through [S, K] = signs W, offset [S] = signs b.
+    """
+
+    module: str
+    signs: Tensor
+    through: Tensor
+    offset: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        sublayer: Sublayer,
+        tensors: Mapping[str, Tensor],
+        states: HiddenStates,
+        modules: Sequence[str],
+    ) -> "StreamSketch | None":
+        """modules: those that write to the stream. None if they are not one large linear whose
+        outputs are all that is added, as the first tokens show."""
+        if len(modules) != 1 or len(tensors[f"{modules[0]}.weight"]) < 4 * SKETCHED:
+            return None
+        (module,), seen = modules, list[Tensor]()
+        w, b = tensors[f"{module}.weight"], tensors.get(f"{module}.bias")
+
+        def see(name: str, x: Tensor) -> None:
+            if name == module:
+                seen.append(x.reshape(-1, x.shape[-1]))
+
+        count = min(PROBED_TOKENS, states.lengths[0])
+        hidden, weights = states.hidden[:count], LayerWeights(tensors, no_experts, see)
+        added = sublayer.run(sublayer.build(weights), hidden, [count]) - hidden
+        output = F.linear(torch.cat(seen), w, b) if seen else hidden[:0]
+        if output.shape != added.shape or mean_row_distance(output, added) > SAME_OUTPUT:
+            return None
+        signs = torch.randint(0, 2, (SKETCHED, len(w)), generator=torch.Generator().manual_seed(0))
+        scaled = (2.0 * signs - 1).to(w.device) / len(w) ** 0.5
+        return cls(module, scaled, scaled @ w, scaled @ (w.new_zeros(len(w)) if b is None else b))
+
+    def stream(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """hidden [T, H]: before the sublayer; x [T, K]: input of the linear -> [T, S], whose rows
+        have about the mean squares of the stream's."""
+        return sample_linear(hidden, self.signs) + sample_linear(x, self.through) + self.offset
 
 
 def enough(batches: Iterable[TokenBatch], tokens: int) -> Iterator[TokenBatch]:
@@ -201,31 +264,49 @@ def collect_statistics(
         return sublayer.build(weights), weights
 
     finish = runs.shared_hook(lambda _, after: outputs.finish_batch(after))
+
+    def finish_by_sketch(module: str, hidden: Tensor) -> None:
+        assert sketch is not None, module
+        outputs.finish_batch(sketch.stream(hidden, outputs.seen(module)))
+
+    finish_sketched = runs.shared_hook(finish_by_sketch)
     block, weights = build(recorder, add)
     source, _ = build(fitted_recorder, add_original)
     held_out_source, _ = build(recorder, add_original)
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
     output_sites = sublayer.output_sites(sites)
-    partial.wanted = frozenset(sites.keys() - output_sites)
+    first_sites = sites.keys() - output_sites
+    writers = [module for site in output_sites for module in sites[site]]
+    sketch = None if whole else StreamSketch.of(sublayer, tensors, states.quantized, writers)
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = last.held_out = batch.held_out
 
     def run_both(batch: TokenBatch) -> None:
-        hidden, to_end = states.quantized.hidden[batch.part], bool(searched) and batch.held_out
+        hidden = states.quantized.hidden[batch.part]
+        to_end = not first_sites or batch in searched or (bool(searched) and batch.held_out)
 
         def run() -> None:
-            finish("", sublayer.run(block, hidden, batch.lengths)[:, : sublayer.width])
+            after = sublayer.run(block, hidden, batch.lengths)
+            if sketch is None:
+                finish("", after[:, : sublayer.width])
 
-        partial(run, 0 if to_end or batch in searched else batch.tokens)
+        if not to_end:
+            partial(run, first_sites, batch.tokens)
+        elif sketch is None:
+            partial(run, (), 0)
+        else:
+            partial(run, sites, batch.tokens)
+            finish_sketched(sketch.module, hidden)
         if original is not None and not batch.held_out:
             run_original(source, original.hidden, batch)
 
     def run_original(block: DecoderLayer, hidden: Tensor, batch: TokenBatch) -> None:
         partial(
             lambda: sublayer.run(block, hidden[batch.part], batch.lengths),
-            0 if whole else batch.tokens,
+            () if whole else first_sites,
+            batch.tokens,
         )
 
     runs.over([*calibration, *held_out], run_both, begin)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from quantkit.calibrate.hidden_states import BATCH_TOKENS
 from quantkit.calibrate.ranks import Ranks
-from quantkit.quant.gptq import mirror_
 from quantkit.quant.tensor_cores import (
     add_gram_,
     add_sample_product_,
+    mirror_,
     sample_linear,
     sample_products,
 )

@@ -154,7 +154,9 @@ Run = Callable[[DecoderLayer, Tensor, list[int]], Tensor]
 def decoder_layer(model: SourceModel, layer: int, weights: LayerWeights) -> DecoderLayer:
     """The model's layer, whose n-gram tables are the source's."""
     weights.stored = model.weights.checkpoint
-    return model.architecture.DecoderLayer(model.config, layer, weights)
+    block = model.architecture.DecoderLayer(model.config, layer, weights)
+    block.product = lambda x, w: weights.product(x, w)  # replaced from batch to batch
+    return block
 
 
 def bare_layer(model: SourceModel, layer: int) -> DecoderLayer:
@@ -171,7 +173,8 @@ def bare_layer(model: SourceModel, layer: int) -> DecoderLayer:
 
 def run_attention(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
     """The attention half of a decoder layer."""
-    return block.attend(hidden, CausalContext(lengths, hidden.device))
+    context = CausalContext(lengths, hidden.device, product=block.product)
+    return block.attend(hidden, context)
 
 
 def run_feed_forward(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:

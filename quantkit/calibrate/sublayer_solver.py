@@ -29,7 +29,13 @@ from quantkit.calibrate.hidden_states import (
     no_experts,
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
-from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, OutputInputs, PartialRun, enough
+from quantkit.calibrate.input_statistics import (
+    HELD_OUT_ROWS,
+    SAME_OUTPUT,
+    OutputInputs,
+    PartialRun,
+    enough,
+)
 from quantkit.calibrate.input_sums import (
     Drift,
     DriftAccumulator,
@@ -73,7 +79,6 @@ def observe_output_linears(
     }
     observer, total = Observer(HELD_OUT_ROWS, ranks), DriftAccumulator(HELD_OUT_ROWS, ranks, wide)
     outputs, partial = OutputInputs(observer, total), PartialRun()
-    partial.wanted = sites
     runs = BatchParallel(ranks, states.quantized.hidden.device)
     calibration, held_out = states.quantized.parts()
     observed = [*calibration, *enough(held_out, HELD_OUT_ROWS)]
@@ -128,7 +133,9 @@ def observe_output_linears(
             o = o if scale is None else o * scale
             y = sample_linear(o, tensors[f"{only}.weight"])
             y = y + tensors.get(f"{only}.bias", torch.zeros((), device=y.device))
-            added.append(y.shape == after.shape and mean_row_distance(y, after - before) < 1e-3)
+            added.append(
+                y.shape == after.shape and mean_row_distance(y, after - before) < SAME_OUTPUT
+            )
         return before - states.quantized.hidden[batches[-1].part] if added[0] else None
 
     def take(_: str, after: Tensor) -> None:
@@ -144,7 +151,7 @@ def observe_output_linears(
             weights.product = batch_product(batch)
         if batch in observed:
             hidden = states.quantized.hidden[batch.part]
-            partial(lambda: sublayer.run(block, hidden, batch.lengths), batch.tokens)
+            partial(lambda: sublayer.run(block, hidden, batch.lengths), sites, batch.tokens)
         give("", sublayer.run(exact, original_hidden(batch), batch.lengths))
 
     def begin(batch: TokenBatch) -> None:
@@ -166,6 +173,10 @@ def _only_writer(scaled: SublayerScales, sites: frozenset[str]) -> str | None:
     if len(modules) != 1 or modules[0] not in scaled.sublayer.quantized:
         return None
     return modules[0] if scaled.sublayer.solvers.grid_of(modules[0]).bits <= STREAM_BITS else None
+
+
+_TOGETHER = 1024
+"""Channels whose cost is computed at a time."""
 
 
 def attention_costs(scaled: SublayerScales, folded: FoldedTensors) -> dict[str, Curvature]:
@@ -221,10 +232,20 @@ def _by_projection(rows: list[Parameter]) -> dict[Projection, Parameter]:
 @tensor_core_products()
 def _value_costs(outputs: Curvature, o: Tensor, heads: int) -> Tensor:
     """O_h^T M O_h of every head, [heads, V, V], for o [H, heads * V]."""
-    factored = (
-        outputs.factor.t() @ own.index_select(0, outputs.order) for own in o.chunk(heads, dim=1)
+    width, costs = o.shape[1] // heads, list[Tensor]()
+    for some in o.split(max(1, _TOGETHER // width) * width, dim=1):
+        factored = _by_triangle(outputs.factor, some.index_select(0, outputs.order))
+        own = factored.unflatten(1, (-1, width)).movedim(1, 0)
+        costs.append(own.mT @ own)
+    return torch.cat(costs)
+
+
+def _by_triangle(factor: Tensor, x: Tensor) -> Tensor:
+    """U^T x [H, C] of an upper triangular factor U: half of the product is zero."""
+    parts = (slice(0, start + _TOGETHER) for start in range(0, len(factor), _TOGETHER))
+    return torch.cat(
+        [factor[rows, rows.stop - _TOGETHER : rows.stop].t() @ x[rows] for rows in parts]
     )
-    return torch.stack([own.t() @ own for own in factored])
 
 
 def _moments(w: Tensor, curvature: Curvature) -> Tensor:

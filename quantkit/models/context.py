@@ -5,7 +5,7 @@ the context knows which tokens see which, and where earlier ones are cached.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import quantkit_kernels
@@ -55,6 +55,9 @@ from quantkit.models.sparse import (
     visible_tokens,
 )
 from quantkit.models.weights import LinearOp, PrologOp
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [..., K], w [N, K] -> x w^T."""
 
 
 class Context(Protocol):
@@ -185,13 +188,15 @@ class Positions:
         return None
 
 
-def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+def expand_latents(
+    cached: Tensor, kv_b: Tensor, nope: int, product: Product = F.linear
+) -> tuple[Tensor, Tensor]:
     """Latents and rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S,
     heads, v]. kv_b as in `Context.attend_mla`."""
     heads, rows, kv_lora = kv_b.shape
     latent, k_pe = cached.split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
     k_nope, v = (
-        F.linear(latent, kv_b.flatten(0, 1))
+        product(latent, kv_b.flatten(0, 1))
         .unflatten(-1, (heads, rows))
         .split([nope, rows - nope], dim=-1)
     )
@@ -212,7 +217,7 @@ class CausalContext(Positions):
     perplexity and tests.
 
     codes: dtype of an 8-bit cache whose rounding is simulated. steps: static scales of the codes by
-    layer, where calibrated.
+    layer, where calibrated. product: of latents and kv_b.
     """
 
     def __init__(
@@ -221,9 +226,10 @@ class CausalContext(Positions):
         device: torch.device | str = "cpu",
         codes: torch.dtype | None = None,
         steps: Mapping[int, CodeSteps] = NO_CODE_SCALES,
+        product: Product = F.linear,
     ) -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
-        self.seq_lens, self.codes, self.steps = seq_lens, codes, steps
+        self.seq_lens, self.codes, self.steps, self.product = seq_lens, codes, steps, product
         self.carried = [Carried() for _ in seq_lens]
         """By sequence."""
 
@@ -284,7 +290,7 @@ class CausalContext(Positions):
         if (selected := self._selected(layer, topk)) is not None:
             return attend_selected(q, kv_b, self.rotation(rope), self.stored, selected, scale)
         q = self.rotate_last(rope, q)
-        k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
+        k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim, self.product)
         return self.attend(q, k, v, scale)
 
     def _selected(self, layer: int, topk: int) -> TopTokens | None:

@@ -15,7 +15,7 @@ from quantkit_kernels import UnsummedPairs, by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.context import Context
+from quantkit.models.context import Context, Product
 from quantkit.models.mlp import Mlp, MoeMlp
 from quantkit.models.ngram_table import NgramRows
 from quantkit.models.weights import Weights
@@ -41,6 +41,8 @@ class DecoderLayer:
 
     ngram_rows: NgramRows | None = None
     """What it reads of an n-gram table."""
+    product: Product = staticmethod(F.linear)
+    """Of latents and kv_b, where its sublayers are run one by one."""
 
     def __init__(
         self,

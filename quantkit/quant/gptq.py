@@ -58,6 +58,7 @@ from quantkit.quant.tensor_cores import (
     add_error_product_,
     add_product,
     error_product,
+    mirror_,
 )
 
 OUTER = 512
@@ -247,17 +248,6 @@ def permute_(square: Tensor, order: Tensor) -> Tensor:
     for dim in (0, 1):
         for panel in square.split(_PANEL, 1 - dim):
             panel.copy_(panel.index_select(dim, order))
-    return square
-
-
-def mirror_(square: Tensor) -> Tensor:
-    """The upper triangle of [..., K, K] made that of the lower one, in place: sums of x x^T are
-    symmetric but for their last bits."""
-    for start in range(0, square.shape[-1], _PANEL):
-        own, after = slice(start, start + _PANEL), slice(start + _PANEL, None)
-        block = square[..., own, own].tril_()
-        block += block.tril(-1).mT
-        square[..., own, after] = square[..., after, own].mT
     return square
 
 

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 LARGE = 2**26
 """Multiplications in a product from which a CPU rounds operands to BF16: below, rounding them costs
 what it saves."""
+_PANEL = 512
+"""Rows of a square that are copied at a time."""
 
 
 @contextmanager
@@ -97,7 +99,18 @@ def gram(x: Tensor) -> Tensor:
         return x.t() @ x
     out = x.new_zeros(x.shape[1], x.shape[1])
     GramOperand(x).add_to(out, slice(0, len(out)))
-    return out.tril_().add_(out.tril(-1).t())
+    return mirror_(out)
+
+
+def mirror_(square: Tensor) -> Tensor:
+    """The upper triangle of [..., K, K] made that of the lower one, in place: sums of x x^T are
+    symmetric but for their last bits."""
+    for start in range(0, square.shape[-1], _PANEL):
+        own, after = slice(start, start + _PANEL), slice(start + _PANEL, None)
+        block = square[..., own, own].tril_()
+        block += block.tril(-1).mT
+        square[..., own, after] = square[..., after, own].mT
+    return square
 
 
 def error_product(a: Tensor, b: Tensor) -> Tensor:

@@ -144,16 +144,15 @@ def test_a_run_ends_after_the_last_input_that_is_wanted():
     """Of all tokens of a batch, which may come sequence by sequence."""
     seen, run = [], PartialRun()
     hook = run.hook(lambda module, x: seen.append(module))
-    run.wanted = frozenset("ab")
 
     def sublayer():
         for _ in range(2):
             for module in "abc":
                 hook(module, torch.ones(4, K))
 
-    run(sublayer, 8)
+    run(sublayer, "ab", 8)
     assert "".join(seen) == "abcab"
-    run(sublayer, 0)
+    run(sublayer, (), 8)
     assert "".join(seen) == "abcab" + 2 * "abc"
 
 
