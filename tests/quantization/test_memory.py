@@ -58,7 +58,7 @@ def test_a_refusal_names_the_most_texts_that_fit(tiny_checkpoint, tmp_path):
 
 def test_states_are_kept_once_more_where_something_is_behind_the_experts(tmp_path):
     """In the channels that they add to."""
-    config, tokens = CONFIGS["openpangu_v2"], (128 + 16 + 2 * 16) * 512
+    config, tokens = CONFIGS["openpangu_v2"], (128 + 8 + 2 * 8) * 512
     path = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
     options = PlanOptions(recipe=load_recipe("awq-w4a16-quick"))
     peak = plan(path, find_scheme("awq-w4a16"), options).host_peak
