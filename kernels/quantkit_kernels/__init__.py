@@ -17,7 +17,16 @@ from quantkit_kernels.backends import (
     table,
     use_backend,
 )
-from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
+from quantkit_kernels.codes import (
+    CODES,
+    CodedIndexKeys,
+    CodedKeys,
+    CodedLatents,
+    CodeSteps,
+    IndexKeys,
+    KeySteps,
+    KeyValues,
+)
 from quantkit_kernels.compressed import (
     ChosenEntries,
     EntryPages,
@@ -133,6 +142,7 @@ __all__ = [
     "CacheLayout",
     "ChosenEntries",
     "CodeSteps",
+    "CodedIndexKeys",
     "CodedKeys",
     "CodedLatents",
     "DeltaInputs",
@@ -152,6 +162,7 @@ __all__ = [
     "Fp4Mx4",
     "Gating",
     "HeadNorm",
+    "IndexKeys",
     "IndexNorm",
     "IndexPages",
     "Int4",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit_kernels.codes import decode, empty_index_keys, encode_index, store_index_keys
 from quantkit_kernels.compressed import (
     EntryPages,
     HeadNorm,
@@ -149,13 +150,31 @@ def _indexer(case: Make, random: Random, tokens: int, device: torch.device) -> I
 
     def select(q: Tensor, weights: Tensor, *, backend: str) -> Tensor:
         """The scores of what is selected: tokens of nearly equal ones may change places."""
-        pages = IndexPages(keys.to(q.dtype), table)
-        found = index_topk(q, weights, pages, slots + seen - tokens, 2048, backend=backend)
-        picked = pages.keys.flatten(0, 1)[found.slots.long()].float()
+        own = keys.to(q.dtype)
+        found = index_topk(
+            q, weights, IndexPages(own, table), slots + seen - tokens, 2048, backend=backend
+        )
+        picked = own.flatten(0, 1)[found.slots.long()].float()
         return (weights[:, None] @ (q.float() @ picked.mT).relu_()).sort().values
+
+    codes = empty_index_keys((seen // 64, 64), width, device)
+    store_index_keys(codes, torch.arange(seen, device=device), keys.flatten(0, 1))
+
+    def select_by_codes(q: Tensor, weights: Tensor, *, backend: str) -> Tensor:
+        """The same over keys in FP8."""
+        found = index_topk(
+            q, weights, IndexPages(codes, table), slots + seen - tokens, 2048, backend=backend
+        )
+        picked = decode(*codes).flatten(0, 1)[found.slots.long()]
+        rounded = decode(*encode_index(q))
+        return (weights[:, None] @ (rounded @ picked.mT).relu_()).sort().values
 
     yield case("index_prepare", prepare_index, random(tokens, 64, width), random(tokens, width))
     yield case(
         "index_topk", select, random(tokens, 64, width), random(tokens, 64, dtype=_SINGLE),
         nbytes=keys.nbytes,
+    )  # fmt: skip
+    yield case(
+        "index_topk", select_by_codes, random(tokens, 64, width), random(tokens, 64, dtype=_SINGLE),
+        nbytes=sum(part.nbytes for part in codes),
     )  # fmt: skip

@@ -46,6 +46,14 @@ class CodedKeys(NamedTuple):
         return self.key_scales, self.value_scales
 
 
+class CodedIndexKeys(NamedTuple):
+    """Index keys of sparse attention: codes of FP8 [num_blocks, block_size, D], scales float32,
+    powers of two [num_blocks, block_size]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
 class KeySteps(NamedTuple):
     """What a code is worth in each channel of keys and of values, alike for all tokens: float32
     [kv_heads, D] each."""
@@ -56,6 +64,8 @@ class KeySteps(NamedTuple):
 
 CodeSteps = Tensor | KeySteps
 """What is known beforehand of a layer: of latents float32 [], or of keys and values."""
+IndexKeys = Tensor | CodedIndexKeys
+"""A layer's index keys, float [num_blocks, block_size, D] or codes."""
 KeyValues = tuple[Tensor, Tensor] | CodedKeys
 """A layer's keys and values, each [num_blocks, block_size, kv_heads, D]: floats, or codes with
 their scales."""
@@ -85,6 +95,14 @@ def empty_keys(shape: tuple[int, ...], codes: torch.dtype, device: torch.device)
     )
 
 
+def empty_index_keys(blocks: tuple[int, int], width: int, device: torch.device) -> CodedIndexKeys:
+    """Room for num_blocks of block_size tokens."""
+    return CodedIndexKeys(
+        torch.empty(*blocks, width, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(blocks, dtype=torch.float32, device=device),
+    )
+
+
 def encode(
     x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE
 ) -> tuple[Tensor, Tensor]:
@@ -95,6 +113,15 @@ def encode(
     scales = torch.maximum(scales, torch.as_tensor(least, device=x.device))
     scaled = (wide / scales.unsqueeze(-1)).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def encode_index(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 codes of index keys or their queries x [..., D], and scales float32 [...]: `encode`'s
+    raised to a power of two, as DeepSeek-V3.2's inference code has them (`scale_fmt` ue8m0)."""
+    dtype = torch.float8_e4m3fn
+    scales = (x.float().abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
+    scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return encode_by(x, scales.unsqueeze(-1), dtype), scales
 
 
 def encode_by(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,6 +166,15 @@ def store_keys(
             encoded, found = encode_by(side, step, codes.dtype), scales.new_ones(side.shape[:2])
         _put(codes, slots, encoded)
         _put(scales, slots, found)
+
+
+def store_index_keys(cache: IndexKeys, slots: Tensor, keys: Tensor) -> None:
+    """Keep index keys [T, D] of the tokens at slots [T]."""
+    if isinstance(cache, CodedIndexKeys):
+        for side, rows in zip(cache, encode_index(keys)):
+            _put(side, slots, rows)
+    else:
+        _put(cache, slots, keys)
 
 
 def decoded(cache: CodedLatents) -> Tensor:

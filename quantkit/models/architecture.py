@@ -47,11 +47,14 @@ class LatentCache:
         return 1
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Bytes per token and layer on one rank. In 8 bits: the latent's codes and a float32 scale;
-        rotary and indexer keys stay in 16 bits."""
-        return math.ceil(2 * self.index_dim / (self.index_pool or 1)) + (
-            2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
-        )
+        """Bytes per token and layer on one rank. In 8 bits: codes and a float32 scale of the latent
+        and of an index key; rotary keys, and index keys that tokens share, stay in 16 bits."""
+        index = math.ceil(2 * self.index_dim / (self.index_pool or 1))
+        if bits == 16:
+            return 2 * self.width + index
+        if self.index_dim and not self.index_pool:
+            index = self.index_dim + SCALE_BYTES
+        return self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES + index
 
     @property
     def read_by_head(self) -> int:

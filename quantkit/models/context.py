@@ -14,6 +14,7 @@ from quantkit_kernels import (
     CodeSteps,
     DeltaInputs,
     DeltaWeights,
+    IndexKeys,
     IndexNorm,
     KeySteps,
     Norms,
@@ -23,7 +24,15 @@ from quantkit_kernels import (
     index_prepare,
     mla_prepare,
 )
-from quantkit_kernels.codes import decode, decoded, empty_keys, empty_latents
+from quantkit_kernels.codes import (
+    CodedIndexKeys,
+    decode,
+    decoded,
+    empty_index_keys,
+    empty_keys,
+    empty_latents,
+    encode_index,
+)
 from quantkit_kernels.reference.delta import attend_sequence
 from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
@@ -258,14 +267,20 @@ class CausalContext(Positions):
         self.selected, parts, start = None, [], 0
         if max(self.seq_lens) <= topk:
             return
-        index = torch.empty_like(inputs.keys)
+        tokens, width = inputs.keys.shape
+        index: IndexKeys = torch.empty_like(inputs.keys)[:, None]
+        if self.codes is not None:
+            index = empty_index_keys((tokens, 1), width, inputs.keys.device)
         queries = index_prepare(
-            inputs.queries, inputs.keys, norm, self.rotation(rope), index[:, None], self.rows
+            inputs.queries, inputs.keys, norm, self.rotation(rope), index, self.rows
         )
+        if isinstance(index, CodedIndexKeys):
+            queries, index = decode(*encode_index(queries)), decode(*index)
+        keys = index[:, 0]
         for length in self.seq_lens:
             part = slice(start, start + length)
             own = select_topk(
-                queries[part], inputs.weights[part], index[part], self.positions[part], topk
+                queries[part], inputs.weights[part], keys[part], self.positions[part], topk
             )
             parts.append(own._replace(slots=own.slots + start))
             start += length

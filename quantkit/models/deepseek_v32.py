@@ -1,8 +1,8 @@
 """DeepSeek-V3.2: DeepSeek-V3 with sparse attention, selected by an indexer in each layer.
 
-As in transformers: the published code multiplies the indexer's queries and keys by a Hadamard
-matrix, which changes no product, and rounds them to FP8; both are omitted. The indexer is not
-quantized.
+The published code multiplies the indexer's queries and keys by a Hadamard matrix, which changes no
+product, and rounds them to FP8: so does an 8-bit cache, while in 16 bits both are omitted, as in
+transformers. The indexer is not quantized.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The cache in 8 bits, from an engine's option to its tokens: latents, keys and values."""
 
+from dataclasses import replace
+
 import make_model
 import pytest
 import torch
@@ -8,6 +10,7 @@ from guessed_models import ask_ranks
 from packed_model import GROUPED, write_random
 from paged_pass import PROMPTS, causal_pass, paged_pass
 from refused import refused
+from tiny_models import write
 
 from quantkit import SamplingParams
 from quantkit.checkpoint.reader import Checkpoint
@@ -72,6 +75,16 @@ def test_through_the_cache_tokens_attend_to_its_codes(path, cache):
 def test_tokens_are_the_same_however_they_were_scheduled(path, cache):
     options = {"prefix_cache": True, "chunk_tokens": 9, "cache_tokens": 320}
     assert answers(path, cache, **options) == answers(path, cache)
+
+
+@pytest.mark.parametrize("cache", [None, "int8", "fp8"])
+def test_a_plan_counts_what_a_token_takes_with_an_indexer(tmp_path, cache):
+    loaded = load_model(write(tmp_path / "model", "deepseek_v32"), device="cpu", cache=cache)
+    sizes, tokens = loaded.config.cache, 3 * loaded.cache_layout.block_size
+    bits = 16 if cache is None else 8
+    assert loaded.new_cache(3).nbytes == tokens * loaded.cache_token_bytes
+    own = sizes.token_bytes(bits) - replace(sizes, index_dim=0).token_bytes(bits)
+    assert own == (256 if cache is None else 132)
 
 
 @KINDS

@@ -6,9 +6,19 @@ import torch
 from kernel_backends import backends_of, device_of
 from kernel_formulas import normed, rotated
 from quantkit_kernels import IndexNorm, IndexPages, Rotation, TopTokens, index_prepare, index_topk
+from quantkit_kernels.codes import decode, empty_index_keys, encode_index, store_index_keys
+from quantkit_kernels.hadamard import block_hadamard
 from quantkit_kernels.samples import TOLERANCE, distance
 
 PAGE = 16
+
+
+def coded(keys):
+    """As FP8 codes."""
+    room = empty_index_keys(keys.shape[:2], keys.shape[2], keys.device)
+    flat = keys.flatten(0, 1)
+    store_index_keys(room, torch.arange(len(flat), device=keys.device), flat)
+    return room
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -37,13 +47,33 @@ def test_keys_are_normed_and_both_sides_rotated(
     assert distance(found, rotated(q, angles, interleaved)) < TOLERANCE[dtype]
     stored, key = cache.flatten(0, 1), rotated(exact[:, None], angles, interleaved)[:, 0]
     assert distance(stored[slots], key) < 2 * TOLERANCE[dtype]
-    assert (stored[[one for one in range(3 * PAGE) if one not in slots]] == 7).all()
+    others = [one for one in range(3 * PAGE) if one not in slots]
+    assert (stored[others] == 7).all()
+
+    if width & (width - 1):
+        return
+    room, places = coded(torch.full_like(cache, 7.0)), torch.tensor(slots, device=device)
+    again = index_prepare(q, k, norm, rotation, room, places, backend=backend)
+    assert distance(again, block_hadamard(found.double(), width)) < TOLERANCE[dtype]
+    codes, scales = (part.flatten(0, 1) for part in room)
+    spread, steps = block_hadamard(stored[slots].double(), width), scales[slots, None].double()
+    largest, slack = spread.abs().amax(-1, keepdim=True), 1 + TOLERANCE[dtype]
+    assert (steps.log2() % 1 == 0).all()
+    assert (largest <= 448 * steps * slack).all()
+    assert (largest * slack > 224 * steps).all()
+    half = spread.abs() / 16 + 2**-10 * steps  # of a step
+    rounding = (decode(codes, scales)[slots].double() - spread).abs()
+    assert (rounding <= half + (slack - 1) * largest).all()
+    assert (decode(codes, scales)[others] == 7).all()
 
 
+@pytest.mark.parametrize("in_codes", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 5])
 @pytest.mark.parametrize("one_sequence", [True, False])
 @pytest.mark.parametrize(("backend", "dtype"), backends_of("index_topk"))
-def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, monkeypatch):
+def test_the_highest_scores_are_selected(
+    backend, dtype, one_sequence, heads, in_codes, monkeypatch
+):
     """In segments, too; over unwritten tokens, with scores of 0 and fewer tokens than topk."""
     from quantkit_kernels.triton import indexer
 
@@ -60,9 +90,12 @@ def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, mo
     q = torch.randn(3, heads, width, device=device).to(dtype)
     weights = torch.randn(3, heads, device=device)
     weights[1] = 0
+    cached = coded(keys) if in_codes else keys
     found, slots, counts = index_topk(
-        q, weights, IndexPages(keys, tables), positions, topk, backend=backend
+        q, weights, IndexPages(cached, tables), positions, topk, backend=backend
     )
+    if in_codes:
+        keys, q = decode(*cached), decode(*encode_index(q))
     assert slots.shape == (3, topk)
     if backend == "triton":
         bits = indexer.selected_bits(TopTokens(found, slots, counts), blocks * PAGE)
@@ -85,8 +118,9 @@ def test_the_highest_scores_are_selected(backend, dtype, one_sequence, heads, mo
         assert (scores[chosen].sort().values - scores[best].sort().values).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("in_codes", [False, True])
 @pytest.mark.parametrize("backend", backends_of("index_topk", dtypes=False))
-def test_of_equal_scores_the_first_are_selected(backend):
+def test_of_equal_scores_the_first_are_selected(backend, in_codes):
     """However many tokens there are: with one head half of the scores are 0."""
     device, topk = device_of(backend), 70
     torch.manual_seed(3)
@@ -95,6 +129,7 @@ def test_of_equal_scores_the_first_are_selected(backend):
     weights, keys = torch.randn(200, 16, device=device), torch.randn(256, 16, device=device)
     keys[::7] = keys[3]
     keys = keys.bfloat16().view(-1, PAGE, 16)
+    keys = coded(keys) if in_codes else keys
     positions = torch.arange(200, device=device)
     table = torch.arange(16, dtype=torch.int32, device=device)[None]
     whole, _, counts = index_topk(

@@ -75,7 +75,7 @@ from quantkit_kernels import (  # noqa: E402
     takes_selected,
     weigh_streams,
 )
-from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
+from quantkit_kernels.codes import empty_index_keys, empty_keys, empty_latents  # noqa: E402
 from quantkit_kernels.gating import SILU  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
@@ -366,10 +366,11 @@ def indexer(card):
     """DeepSeek-V3.2's, over 8,192 tokens and 65,536, of one sequence and of four."""
     q, places, keys = zeros(4, 64, 128), zeros(4, dtype=INTS), zeros(2, 64, 128)
     norm = IndexNorm(zeros(128, dtype=SINGLE), zeros(128, dtype=SINGLE), 1e-6)
-    card.ask(index_prepare, q, q[:, 0], norm, angles(4, 64), keys, places)
-    for sequences, blocks in product((1, 4), (128, 1024)):
-        pages = IndexPages(keys, zeros(sequences, blocks, dtype=torch.int32))
-        card.ask(index_topk, q, zeros(4, 64, dtype=SINGLE), pages, places, 2048)
+    for cache in (keys, empty_index_keys((2, 64), 128, torch.device("cpu"))):
+        card.ask(index_prepare, q, q[:, 0], norm, angles(4, 64), cache, places)
+        for sequences, blocks in product((1, 4), (128, 1024)):
+            pages = IndexPages(cache, zeros(sequences, blocks, dtype=torch.int32))
+            card.ask(index_topk, q, zeros(4, 64, dtype=SINGLE), pages, places, 2048)
 
 
 def latent_attention(card):

@@ -27,6 +27,7 @@ from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.speculation.mtp_drafter import MultiMtpDrafter
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import SCHEMES
+from quantkit.models.architecture import LatentCache
 from quantkit.models.context import CausalContext
 from quantkit.quantization.convert import convert
 
@@ -220,7 +221,10 @@ def test_a_cache_in_8_bits_changes_little(source):
             loaded.model(ids, CausalContext([len(ids)], codes=codes))
             for codes in (None, loaded.codes)
         )
-    assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
+    cache = loaded.config.cache
+    selects = isinstance(cache, LatentCache) and cache.index_dim and not cache.index_pool
+    # By rounded keys a random indexer selects a few other tokens of 50.
+    assert 0 < (coded - plain).norm() < (0.3 if selects else 0.1) * plain.norm()
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "hy_v3", "deepseek_v4"])

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit_kernels.codes import CodedIndexKeys, IndexKeys, encode_index, store_index_keys
+from quantkit_kernels.hadamard import block_hadamard
 from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.reference.functional import rotated
@@ -13,7 +15,7 @@ _PRODUCTS = 1 << 25
 
 
 def index_prepare(
-    q: Tensor, k: Tensor, norm: IndexNorm, rotation: Rotation, cache: Tensor, slots: Tensor
+    q: Tensor, k: Tensor, norm: IndexNorm, rotation: Rotation, cache: IndexKeys, slots: Tensor
 ) -> Tensor:
     width = k.shape[1:]
     normed = (
@@ -21,9 +23,11 @@ def index_prepare(
         if norm.shift is None
         else F.layer_norm(k.float(), width, norm.gain, norm.shift, norm.eps)
     )
-    keys = _first_rotated(normed.to(k.dtype)[:, None], rotation)[:, 0]
-    cache.flatten(0, 1).index_copy_(0, slots, keys.to(cache.dtype))
-    return _first_rotated(q, rotation)
+    keys, queries = (_first_rotated(one, rotation) for one in (normed.to(k.dtype)[:, None], q))
+    if isinstance(cache, CodedIndexKeys):
+        keys, queries = (block_hadamard(one, one.shape[-1]) for one in (keys, queries))
+    store_index_keys(cache, slots, keys[:, 0])
+    return queries
 
 
 def _first_rotated(x: Tensor, rotation: Rotation) -> Tensor:
@@ -34,7 +38,12 @@ def _first_rotated(x: Tensor, rotation: Rotation) -> Tensor:
 def index_topk(
     q: Tensor, weights: Tensor, pages: IndexPages, positions: Tensor, topk: int
 ) -> TopTokens:
-    (keys, table), size = pages, pages.keys.shape[1]
+    keys, table, unit = pages.keys, pages.block_table, None
+    if isinstance(keys, CodedIndexKeys):
+        keys, unit = keys
+        q, scales = encode_index(q)
+        weights = weights * scales
+    size = keys.shape[1]
     seen = table.shape[1] * size
     count, shared = min(topk, seen), len(table) == 1
     step = max(1, _PRODUCTS // (seen * q.shape[1]))
@@ -44,6 +53,8 @@ def index_topk(
         rows = table if shared else table[part]
         products = (q[part].float() @ keys[rows].flatten(1, 2).float().mT).relu_()
         scores = (weights[part, None] @ products)[:, 0]
+        if unit is not None:
+            scores *= unit[rows].flatten(1, 2)
         hidden = places > positions[part, None]
         chosen = highest(scores.masked_fill_(hidden, -torch.inf), count) & ~hidden
         at = torch.where(chosen, places, seen - 1).topk(count, dim=1, largest=False).values

@@ -20,7 +20,12 @@ def scale_of(largest, CODES: tl.constexpr):
 @triton.jit
 def encoded(values, scale, CODES: tl.constexpr):
     """float32 values over `scale`, to the nearest code, ties to even: int8."""
-    some = tl.div_rn(values, scale)
+    return nearest_code(tl.div_rn(values, scale), CODES)
+
+
+@triton.jit
+def nearest_code(some, CODES: tl.constexpr):
+    """As `encoded`, of what is divided already."""
     if CODES == INT8_CODES:
         return tl.minimum(tl.maximum(nearest(some), -127.0), 127.0).to(tl.int8)
     else:

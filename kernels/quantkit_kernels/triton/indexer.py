@@ -5,12 +5,15 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
+from quantkit_kernels.codes import CodedIndexKeys, IndexKeys
 from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens
 from quantkit_kernels.paged import Rotation
-from quantkit_kernels.triton.cards import multiprocessors, overlapped
+from quantkit_kernels.triton.cards import architecture, multiprocessors, overlapped
 from quantkit_kernels.triton.rows import power_of_two
 
 _HALF = (torch.bfloat16, torch.float16)
+_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120", "interpreter")
+"""Cards that multiply FP8; others multiply what codes stand for, which 16 bits hold exactly."""
 _HEADS = 16
 """That a program rotates."""
 _ROWS = 128
@@ -25,37 +28,50 @@ _SCORES = 1 << 28
 
 
 def index_prepare(
-    q: Tensor, k: Tensor, norm: IndexNorm, rotation: Rotation, cache: Tensor, slots: Tensor
+    q: Tensor, k: Tensor, norm: IndexNorm, rotation: Rotation, cache: IndexKeys, slots: Tensor
 ) -> Tensor:
     from quantkit_kernels.triton.indexer_kernel import index_prepare as kernel
 
-    tokens, heads, width = q.shape
+    (tokens, heads, width), coded = q.shape, isinstance(cache, CodedIndexKeys)
+    if coded and (q.dtype not in _HALF or width < 16):
+        return reference.index_prepare(q, k, norm, rotation, cache, slots)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.numel() == 0:
         return out
     q, k = (one if one.stride(-1) == 1 else one.contiguous() for one in (q, k))
+    keys, scales = _sides(cache)
     kernel[(tokens, -(-heads // _HEADS) + 1)](
         q, k, norm.gain, norm.gain if norm.shift is None else norm.shift,
-        rotation.cos.contiguous(), rotation.sin.contiguous(), slots, out, cache, heads,
+        rotation.cos.contiguous(), rotation.sin.contiguous(), slots, out, keys, scales, heads,
         q.stride(0), q.stride(1), k.stride(0), norm.eps,
         D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), HEADS=_HEADS,
-        CENTRED=norm.shift is not None, INTERLEAVED=rotation.interleaved, num_warps=4,
-        **overlapped(q.device),
+        CENTRED=norm.shift is not None, INTERLEAVED=rotation.interleaved,
+        CODED=coded, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return out
+
+
+def _sides(cache: IndexKeys) -> tuple[Tensor, Tensor]:
+    """Keys and their scales, codes as bytes; without codes scales are nothing."""
+    if isinstance(cache, CodedIndexKeys):
+        return cache.codes.view(torch.int8), cache.scales
+    return cache, cache
 
 
 def index_topk(
     q: Tensor, weights: Tensor, pages: IndexPages, positions: Tensor, topk: int
 ) -> TopTokens:
     tokens, heads, width = q.shape
-    fits = q.dtype in _HALF and pages.keys.dtype == q.dtype and pages.keys.is_contiguous()
+    keys, size = pages.keys, _sides(pages.keys)[0].shape[1]
+    fits = q.dtype in _HALF and (
+        isinstance(keys, CodedIndexKeys) or (keys.dtype == q.dtype and keys.is_contiguous())
+    )
     fits = fits and power_of_two(heads) == heads and 16 <= heads <= _ROWS
     fits = fits and power_of_two(width) == width and 16 <= width <= 256 and 2 * topk <= _SEGMENT
     if not fits or tokens == 0:
         return reference.index_topk(q, weights, pages, positions, topk)
     q, weights, table = q.contiguous(), weights.contiguous(), pages.block_table.contiguous()
-    seen = table.shape[1] * pages.keys.shape[1]
+    seen = table.shape[1] * size
     count = min(topk, seen)
     columns, slots = torch.empty(2, tokens, count, dtype=torch.int32, device=q.device)
     found = TopTokens(columns, slots, torch.empty(tokens, dtype=torch.int32, device=q.device))
@@ -63,26 +79,31 @@ def index_topk(
     for first in range(0, tokens, step):
         part = slice(first, first + step)
         rows = table if len(table) == 1 else table[part]
-        scores = _scores(q[part], weights[part], pages.keys, rows, positions[part])
+        scores = _scores(q[part], weights[part], keys, rows, positions[part])
         own = TopTokens(*(side[part] for side in found))
-        _select(scores, rows, positions[part], pages.keys.shape[1], own)
+        _select(scores, rows, positions[part], size, own)
     return found
 
 
-def _scores(q: Tensor, weights: Tensor, keys: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+def _scores(
+    q: Tensor, weights: Tensor, cache: IndexKeys, table: Tensor, positions: Tensor
+) -> Tensor:
     """float32 [T, S]; only those of tokens up to each token's own are written."""
     from quantkit_kernels.triton.indexer_kernel import index_scores as kernel
 
-    (tokens, heads, width), page = q.shape, keys.shape[1]
+    (tokens, heads, width), (keys, scales) = q.shape, _sides(cache)
+    page, coded = keys.shape[1], isinstance(cache, CodedIndexKeys)
     seen = table.shape[1] * page
     scores = torch.empty(tokens, seen, dtype=torch.float32, device=q.device)
     together = max(1, _ROWS // heads) if len(table) == 1 else 1
     programs = -(-tokens // together)
     splits = max(1, min(2 * multiprocessors(q.device) // programs, -(-seen // _KEYS)))
     kernel[(programs, splits)](
-        q, weights, keys, table, positions, scores, tokens,
+        q, weights, keys, scales, table, positions, scores, tokens,
         0 if len(table) == 1 else table.shape[1], table.shape[1], seen,
-        H=heads, D=width, TOKENS=together, PAGE=page, KEYS=_KEYS, STAGES=3, num_warps=4,
+        H=heads, D=width, TOKENS=together, PAGE=page, KEYS=_KEYS, STAGES=3,
+        CODED=coded, FP8=coded and architecture(q.device) in _FP8,
+        num_warps=8 if coded else 4,  # of 4 a thread's share of queries fills its registers
         **overlapped(q.device),
     )  # fmt: skip
     return scores

@@ -5,24 +5,32 @@ highest scores of a row, by a threshold that is found by counting."""
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.codes_kernel import FP8_CODES, decoded, encoded, nearest_code, scale_of
 from quantkit_kernels.triton.rope_kernel import partner_of
 from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 
 @triton.jit
 def index_prepare(
-    q, k, gain, shift, cosines, sines, slots, out, keys, heads, q_token, q_head, k_token, eps,
+    q, k, gain, shift, cosines, sines, slots, out, keys, scales, heads, q_token, q_head, k_token,
+    eps,
     D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
-    CENTRED: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    CENTRED: tl.constexpr, INTERLEAVED: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and HEADS heads, and one for its key. WIDTH: a power of two, at least
-    D."""
+    """A program per token and HEADS heads, and one for its key. WIDTH: a power of two, at least D.
+    CODED: keys are FP8 codes, with scales; keys and queries are multiplied by the Hadamard matrix
+    of D = WIDTH before."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, WIDTH)
     inside, turns = channel < D, channel < R
     partner, pair, sign = partner_of(channel, R, INTERLEAVED)
     angle = token * (R // 2) + pair
+    common = channel[:, None] & channel[None, :]  # Sylvester's: -1 where an odd number of bits are
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    signs = (1 - 2 * (common & 1)).to(tl.float32)
     cosine = tl.load(cosines + angle, mask=turns, other=1.0)
     sine = tl.load(sines + angle, mask=turns, other=0.0) * sign
     if tl.program_id(1) == tl.num_programs(1) - 1:
@@ -41,8 +49,16 @@ def index_prepare(
         one = rounded(one, k.dtype.element_ty).to(tl.float32)
         other = rounded(other, k.dtype.element_ty).to(tl.float32)
         rotated_key = rounded(one * cosine + other * sine, k.dtype.element_ty).to(tl.float32)
-        to = keys + tl.load(slots + token) * D + channel
-        tl.store(to, rounded(rotated_key, keys.dtype.element_ty), mask=inside)
+        slot = tl.load(slots + token)
+        to = keys + slot * D + channel
+        if CODED:
+            spread = tl.sum(rotated_key[:, None] * signs, 0) * D**-0.5
+            spread = rounded(spread, k.dtype.element_ty).to(tl.float32)
+            scale = power_above(scale_of(tl.max(tl.abs(spread), 0), FP8_CODES))
+            tl.store(to, encoded(spread, scale, FP8_CODES))
+            tl.store(scales + slot, scale)
+        else:
+            tl.store(to, rounded(rotated_key, keys.dtype.element_ty), mask=inside)
     else:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         there = (head < heads)[:, None]
@@ -51,17 +67,22 @@ def index_prepare(
         pairs = tl.load(row + partner[None, :], mask=there & turns[None, :], other=0.0)
         both = query.to(tl.float32) * cosine[None, :] + pairs.to(tl.float32) * sine[None, :]
         at = out + (token * heads + head[:, None]) * D + channel[None, :]
+        if CODED:
+            both = rounded(both, q.dtype.element_ty)
+            both = dot(both, signs.to(both.dtype), tl.zeros((HEADS, WIDTH), tl.float32)) * D**-0.5
         tl.store(at, rounded(both, out.dtype.element_ty), mask=there & inside[None, :])
 
 
 @triton.jit
 def index_scores(
-    q, weights, keys, table, positions, scores, tokens, table_row, table_width, score_row,
+    q, weights, keys, scales, table, positions, scores, tokens, table_row, table_width, score_row,
     H: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, CODED: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """scores float32 [tokens, score_row] of the keys up to each token. A program per TOKENS tokens,
-    which share a row of the table, and every so manieth block of KEYS keys."""
+    which share a row of the table, and every so manieth block of KEYS keys. CODED: keys are FP8
+    codes, with scales, and queries are rounded to such; FP8: codes are multiplied as they are."""
     wait_for_input(PDL)
     first = tl.program_id(0) * TOKENS
     of_row = first * H + tl.arange(0, TOKENS * H)
@@ -71,6 +92,18 @@ def index_scores(
         q + of_row.to(tl.int64)[:, None] * D + channel[None, :], mask=is_row[:, None], other=0.0
     )
     weight = tl.load(weights + of_row, mask=is_row, other=0.0)
+    TYPE: tl.constexpr = q.dtype.element_ty
+    if CODED:
+        wide = query.to(tl.float32)
+        unit = power_above(scale_of(tl.max(tl.abs(wide), 1), FP8_CODES))
+        weight *= unit
+        inverse = 0x7F000000 - unit.to(tl.int32, bitcast=True)  # of a power of two, exactly
+        query = nearest_code(wide * inverse.to(tl.float32, bitcast=True)[:, None], FP8_CODES)
+        if FP8:  # keys by the pointer's type, so that loads are issued ahead
+            query = query.to(tl.float8e4nv, bitcast=True)
+            keys = keys.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        else:
+            query = decoded(query, FP8_CODES, TYPE)
     token = first + tl.arange(0, TOKENS)
     position = tl.load(positions + token, mask=token < tokens, other=-1).to(tl.int32)
     seen = tl.minimum(tl.max(position, 0) + 1, table_width * PAGE)
@@ -82,11 +115,22 @@ def index_scores(
         there = at < seen
         places = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64) * PAGE + at % PAGE
         key = tl.load(keys + places[:, None] * D + channel[None, :], mask=there[:, None], other=0.0)
+        if CODED and not FP8:
+            key = decoded(key, FP8_CODES, TYPE)
         products = dot(key, tl.trans(query), tl.zeros((KEYS, TOKENS * H), tl.float32))
         products = tl.maximum(products, 0.0) * weight[None, :]
         found = tl.sum(tl.reshape(products, (KEYS, TOKENS, H)), 2)
+        if CODED:
+            found *= tl.load(scales + places, mask=there, other=0.0)[:, None]
         found = tl.where(found == 0.0, 0.0, found)  # no -0, whose bits differ
         tl.store(to + at[:, None], found, mask=at[:, None] <= position[None, :])
+
+
+@triton.jit
+def power_above(scale):
+    """The least power of two that is not below a positive number."""
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

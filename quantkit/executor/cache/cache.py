@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from quantkit_kernels import (
     CODES,
+    CodedIndexKeys,
     CodedKeys,
     CodedLatents,
     CodeSteps,
+    IndexKeys,
     KeySteps,
     KeyValues,
     Latents,
@@ -98,8 +100,8 @@ class PagedCache:
     neither code nor scale.
 
     code_scales: calibrated scales of codes, by layer.
-    index_dim: width of the index keys of sparse attention, [num_blocks, block_size, index_dim] of
-    `dtype` a layer; 0 without.
+    index_dim: width of the index keys of sparse attention, of `dtype` or, with `codes`, FP8 codes;
+    0 without.
     layer_index: of a model with layers that keep nothing here, the index in `layers` of each other
     layer. others: what layers keep instead, or in addition; checkpoints: copies of what these keep
     of a sequence, for a prefix cache.
@@ -145,7 +147,12 @@ class PagedCache:
                 storage(codes.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32)
             )
             self.layers = [CodedLatents(*one) for one in latents]
-        self._index = storage(dtype, index_dim) if index_dim else ()
+        self._index: tuple[IndexKeys, ...] = ()
+        if index_dim and codes is None:
+            self._index = storage(dtype, index_dim)
+        elif index_dim:
+            index = zip(storage(torch.float8_e4m3fn, index_dim), storage(torch.float32))
+            self._index = tuple(CodedIndexKeys(*one) for one in index)
         self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
         self.parts, self.codes, self.code_scales = parts, codes, code_scales
         self.dtype, self.device = dtype, torch.device(device)
@@ -156,11 +163,11 @@ class PagedCache:
     def nbytes(self) -> int:
         tensors = [
             part
-            for layer in self.layers
+            for layer in (*self.layers, *self._index)
             for part in ((layer,) if isinstance(layer, Tensor) else layer)
         ]
         paged = (one for one in (self._others.compressed_kv, self._others.pooled_index) if one)
-        parts = sum(part.nbytes for part in (*tensors, *self._index))
+        parts = sum(part.nbytes for part in tensors)
         return parts + sum(one.nbytes for one in paged)
 
     @property
@@ -188,8 +195,8 @@ class PagedCache:
         assert not isinstance(stored, CodedKeys), "a cache of latents"
         return stored
 
-    def index_keys(self, layer: int) -> Tensor:
-        """Index keys of a layer, [num_blocks, block_size, index_dim]."""
+    def index_keys(self, layer: int) -> IndexKeys:
+        """Index keys of a layer."""
         return self._index[layer]
 
     def heads(self, layer: int, head_dim: int) -> KeyValues:
