@@ -60,6 +60,7 @@ from quantkit_kernels.functional import (
     mx_rounded,
     rms_norm,
     rope,
+    rotary_angles,
     silu_and_mul,
 )
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
@@ -234,6 +235,7 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rope",
+    "rotary_angles",
     "rotate_heads",
     "round_to_mx",
     "round_to_nvfp4",

@@ -31,6 +31,7 @@ OPERATORS = (
     "route_chosen",
     "moe_gate",
     "rope",
+    "rotary_angles",
     "likeliest",
     "mla_prepare",
     "mla_prolog",

@@ -123,6 +123,13 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
         random(tokens, 128, 64),
         *cos_sin(angles),
     )
+    yield case(
+        "rotary_angles",
+        lambda frequencies, backend: functional.rotary_angles(
+            positions, frequencies, backend=backend
+        ),
+        angles[0],
+    )
     slots = torch.arange(tokens, device=device)
 
     gains, tables, qkv_a = (

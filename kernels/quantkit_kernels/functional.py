@@ -165,6 +165,27 @@ def rope(
     return result
 
 
+def rotary_angles(
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    factor: float = 1.0,
+    group: int = 1,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of a position times each frequency, both times `factor`: float32 [T, R/2].
+
+    positions int64 [T]; frequencies float32 [R/2]. group: a position counts as the first of its
+    group of so many.
+    """
+    check_tensor("positions", positions, (None,), (torch.int64,))
+    check_tensor("frequencies", frequencies, (None,), (torch.float32,))
+    require(group > 0, f"group: {group} positions, expected at least 1")
+    found = backends.find("rotary_angles", backend, positions.device)
+    cos, sin = found.rotary_angles(positions, frequencies, factor, group)
+    return cos, sin
+
+
 def mla_prepare(
     qkv_a: Tensor,
     norms: Norms,

@@ -160,8 +160,7 @@ class CompressedAttention:
         assert self.pooling is not None, "a layer without entries"
         if rotation is None:
             rope = self.pooling.rope
-            firsts = positions // self.rate * self.rate
-            rotation = Rotation(*rope.cos_sin(firsts), rope.interleaved)
+            rotation = Rotation(*rope.cos_sin(positions, self.rate), rope.interleaved)
         pools = [self.pooling.of(pages)]
         pools += [self.index_pooling.of(index)] if self.index_pooling else []
         pool_entries(raw, positions, pools, rotation)

@@ -166,18 +166,20 @@ class Positions:
         self.positions = positions
         self.selected: TopTokens | None = None
         """The tokens selected by sparse attention; None for all."""
-        self._rotations: dict[Rope, Rotation] = {}
+        self._rotations: dict[tuple[Rope, int], Rotation] = {}
 
     @functools.cached_property
     def rows(self) -> Tensor:
         """Token numbers int64 [T]."""
         return torch.arange(len(self.positions), device=self.positions.device)
 
-    def rotation(self, rope: Rope) -> Rotation:
-        """cos, sin float32 [T, rope.dim / 2] of the tokens."""
-        if rope not in self._rotations:
-            self._rotations[rope] = Rotation(*rope.cos_sin(self.positions), rope.interleaved)
-        return self._rotations[rope]
+    def rotation(self, rope: Rope, group: int = 1) -> Rotation:
+        """cos, sin float32 [T, rope.dim / 2] of the tokens, or of the first tokens of their
+        groups."""
+        if (rope, group) not in self._rotations:
+            angles = rope.cos_sin(self.positions, group)
+            self._rotations[rope, group] = Rotation(*angles, rope.interleaved)
+        return self._rotations[rope, group]
 
     def rotate(self, rope: Rope, x: Tensor) -> Tensor:
         cos, sin, interleaved = self.rotation(rope)

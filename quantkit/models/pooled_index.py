@@ -61,7 +61,7 @@ class IndexPooling:
             none = positions.new_empty(len(positions), 0, dtype=torch.float32)
             rotation = Rotation(none, none)
         else:
-            angles = self.rope.cos_sin(positions // self.rate * self.rate)
+            angles = self.rope.cos_sin(positions, self.rate)
             rotation = Rotation(*angles, self.rope.interleaved)
         pool = EntryPool(self.bias, self.gain, self.eps, pages)
         pool_entries(raw, positions, [pool], rotation)

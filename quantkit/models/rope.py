@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from quantkit_kernels import rotary_angles
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
@@ -170,18 +171,16 @@ class Rope:
             (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ).clamp(0, 1)
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
+    def cos_sin(self, positions: Tensor, group: int = 1) -> tuple[Tensor, Tensor]:
+        """positions int64 [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor.
+        group: as of `rotary_angles`."""
         device = positions.device
         frequencies = (
             _cached_frequencies(self, device)
             if device.type == "cuda"
             else self.inverse_frequencies(device)
         )
-        angles, factor = positions[:, None] * frequencies[None, :], self.cos_sin_factor
-        if factor == 1:  # DeepSeek: saves two launches per decode step
-            return angles.cos(), angles.sin()
-        return angles.cos() * factor, angles.sin() * factor
+        return rotary_angles(positions, frequencies, factor=self.cos_sin_factor, group=group)
 
     def _correction_dim(self, rotations: float) -> float:
         return (

@@ -20,6 +20,7 @@ from quantkit_kernels import (
     moe_gate,
     mx_rounded,
     rms_norm,
+    rotary_angles,
     round_to_mx,
     route,
     route_chosen,
@@ -233,3 +234,18 @@ def test_three_numbers_of_bfloat16_are_one_of_float32(backend):
     for part in parts:
         assert torch.equal(part, rest.to(torch.bfloat16))
         rest = rest - part.float()
+
+
+@pytest.mark.parametrize(("factor", "group"), [(1.0, 1), (1.25, 4), (1.0, 128)])
+@pytest.mark.parametrize("backend", backends_of("rotary_angles", dtypes=False))
+def test_angles_of_positions(backend, factor, group):
+    """Up to a million, where a cosine of float32's angle needs more than float32."""
+    positions = torch.tensor([0, 1, 127, 128, 5000, 999_999], device=device_of(backend))
+    frequencies = 10000.0 ** -torch.linspace(0, 1, 33, device=positions.device)[:-1]
+    found = rotary_angles(positions, frequencies, factor=factor, group=group, backend=backend)
+    angles = ((positions // group * group).float()[:, None] * frequencies).double()
+    for one, exact in zip(found, (angles.cos(), angles.sin())):
+        assert one.shape == (6, 32)
+        assert (one.double() - exact * factor).abs().max() < 1e-6
+    empty = rotary_angles(positions[:0], frequencies, backend=backend)
+    assert [one.shape for one in empty] == [(0, 32)] * 2

@@ -67,6 +67,7 @@ from quantkit_kernels import (  # noqa: E402
     prepare,
     rms_norm,
     rope,
+    rotary_angles,
     rotate_heads,
     route,
     route_chosen,
@@ -445,6 +446,7 @@ def operators(card):
     card.ask(moe_gate, x, zeros(256, 7168, dtype=SINGLE), None, rule)
     card.ask(float32_linear, x[:1], zeros(64, 7168, dtype=SINGLE))
     card.ask(rope, zeros(8, 128, 64), zeros(8, dtype=INTS), *angles(64, 64)[:2])
+    card.ask(rotary_angles, zeros(8, dtype=INTS), zeros(32, dtype=SINGLE), group=4)
     latent_attention(card)
     grouped_attention(card)
     for by_channel in (False, True):

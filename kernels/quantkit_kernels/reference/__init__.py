@@ -29,6 +29,7 @@ from quantkit_kernels.reference.functional import (
     mx_rounded,
     rms_norm,
     rope,
+    rotary_angles,
     route,
     route_chosen,
     silu_and_mul,

@@ -118,6 +118,14 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return rotated(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, factor: float, group: int
+) -> tuple[Tensor, Tensor]:
+    firsts = positions if group == 1 else positions // group * group
+    angles = firsts[:, None] * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """x [T, heads, D] by the angles of its tokens [T, D/2]; D may be 0."""
     if not x.shape[-1]:

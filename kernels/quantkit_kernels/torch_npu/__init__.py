@@ -93,7 +93,7 @@ def unusable(
     if operator in ("gate_and_mul", "gate_and_rotate"):
         return "silu_and_mul only"
     if operator.startswith(
-        ("delta_", "compressed_", "mx_", "pool_", "rotate_", "route_", "store_")
+        ("delta_", "compressed_", "mx_", "pool_", "rotary_", "rotate_", "route_", "store_")
     ) or operator.endswith("_streams"):
         return "no operator of torch_npu's"
     if operator.startswith("index_"):

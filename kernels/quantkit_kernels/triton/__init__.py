@@ -43,6 +43,7 @@ from quantkit_kernels.triton.operators import (
     mx_rounded,
     rms_norm,
     rope,
+    rotary_angles,
     route,
     route_chosen,
     silu_and_mul,

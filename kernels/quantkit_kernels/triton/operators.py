@@ -20,7 +20,7 @@ from quantkit_kernels.workspace import workspace
 
 _WIDEST = 1 << 15
 """Numbers of a row that a program holds."""
-_HEADS = 8
+_HEADS, _ANGLES = 8, 128
 GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
 _CUT = 2048
 _PARTS = 128
@@ -261,6 +261,21 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     shape = {"R": width, "WIDTH": power_of_two(width), "HEADS": _HEADS, **overlapped(x.device)}
     kernel[(tokens, -(-heads // _HEADS))](x, *tables, y, *strides, INTERLEAVED=interleaved, **shape)
     return y
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, factor: float, group: int
+) -> tuple[Tensor, Tensor]:
+    from quantkit_kernels.triton.rope_kernel import rotary_angles as kernel
+
+    tokens, pairs = len(positions), len(frequencies)
+    both = torch.empty(2, tokens, pairs, dtype=torch.float32, device=positions.device)
+    if both.numel():
+        kernel[(-(-both[0].numel() // _ANGLES),)](
+            positions.contiguous(), frequencies.contiguous(), both[0], both[1], tokens * pairs,
+            group, factor, PAIRS=pairs, ANGLES=_ANGLES, num_warps=4, **overlapped(both.device),
+        )  # fmt: skip
+    return both[0], both[1]
 
 
 def mla_prepare(

@@ -50,6 +50,22 @@ def rope(
 
 
 @triton.jit
+def rotary_angles(
+    positions, frequencies, cosines, sines, angles, group, factor,
+    PAIRS: tl.constexpr, ANGLES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per ANGLES of all tokens' angles."""
+    wait_for_input(PDL)
+    at = tl.program_id(0) * ANGLES + tl.arange(0, ANGLES)
+    inside = at < angles
+    position = tl.load(positions + at // PAIRS, mask=inside, other=0) // group * group
+    frequency = tl.load(frequencies + at % PAIRS, mask=inside, other=0.0)
+    angle = position.to(tl.float32) * frequency
+    tl.store(cosines + at, tl.cos(angle) * factor, mask=inside)
+    tl.store(sines + at, tl.sin(angle) * factor, mask=inside)
+
+
+@triton.jit
 def mla_prepare(
     qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, latents, keys, scales, latent_token,
     key_token, eps, largest_key,

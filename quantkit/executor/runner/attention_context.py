@@ -29,7 +29,6 @@ from torch import Tensor
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.prompt_context import CachedContext, PromptContext
 from quantkit.models.compressed_attention import Carried, CompressedAttention, CompressedInputs
-from quantkit.models.context import Positions
 from quantkit.models.latent_window import (
     LatentWindow,
     VisibleTokens,
@@ -78,8 +77,6 @@ class DecodeContext(CachedContext):
     ) -> None:
         super().__init__(cache, positions, slots, read_ngrams)
         self.block_table, self.states = block_table, states
-        self._groups: dict[int, Positions] = {}
-        """Positions of the first tokens of groups, by their size."""
         self.seq_lens, self.lengths, self.carried = positions + 1, lengths, Carried()
 
     def latents(self, layer: int) -> PagedLatents:
@@ -129,11 +126,7 @@ class DecodeContext(CachedContext):
         assert self.states is not None, "rows without state places"
         rotation = None
         if attention.pooling is not None:
-            if attention.rate not in self._groups:
-                self._groups[attention.rate] = Positions(
-                    self.positions // attention.rate * attention.rate
-                )
-            rotation = self._groups[attention.rate].rotation(attention.pooling.rope)
+            rotation = self.rotation(attention.pooling.rope, attention.rate)
         where = (self.positions, self.block_table, self.states)
         return self.cache.compressed_kv.attend_rows(
             layer, inputs, attention, *where, self.carried, rotation
