@@ -36,6 +36,7 @@ from quantkit_kernels.compressed import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    rotate_queries,
     store_recent,
 )
 from quantkit_kernels.delta import (
@@ -237,6 +238,7 @@ __all__ = [
     "rope",
     "rotary_angles",
     "rotate_heads",
+    "rotate_queries",
     "round_to_mx",
     "round_to_nvfp4",
     "route",

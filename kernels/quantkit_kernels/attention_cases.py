@@ -14,6 +14,7 @@ from quantkit_kernels.compressed import (
     RecentTokens,
     compressed_attend,
     rotate_heads,
+    rotate_queries,
 )
 from quantkit_kernels.delta import (
     DeltaInputs,
@@ -98,7 +99,12 @@ def _windows(case: Make, random: Random, tokens: int, device: torch.device) -> I
         at = torch.full_like(first, 255)
         return compressed_attend(q, at, recent, pages, None, sinks, scale=0.1, backend=backend)
 
+    def both(q: Tensor, key: Tensor, gain: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        norm = HeadNorm(None, 1e-6)
+        return rotate_queries(q, key, rotation, norm, HeadNorm(gain, 1e-6), backend=backend)
+
     yield case("rotate_heads", rotated, random(tokens, 64, 512))
+    yield case("rotate_queries", both, random(tokens, 64, 512), random(tokens, 512), random(512))
     yield case(
         "compressed_attend", attended, random(tokens, 64, 512), random(tokens * 128, 512),
         random(tokens * 64, 512),

@@ -43,6 +43,7 @@ OPERATORS = (
     "delta_step",
     "delta_prefill",
     "rotate_heads",
+    "rotate_queries",
     "store_recent",
     "pool_entries",
     "compressed_attend",

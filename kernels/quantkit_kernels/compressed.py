@@ -109,6 +109,31 @@ def rotate_heads(
     return result
 
 
+def rotate_queries(
+    q: Tensor,
+    key: Tensor,
+    rotation: Rotation,
+    norm: HeadNorm | None,
+    key_norm: HeadNorm,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`rotate_heads` of q float [T, heads, D], and of key [T, D] of q's dtype as of one head, which
+    is normed by a gain."""
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
+    tokens, _, width = q.shape
+    check_tensor("key", key, (tokens, width), (q.dtype,))
+    rotary = check_rotation(rotation, tokens)
+    require(rotary <= width, f"cos: {rotary} channels to rotate, q has {width}")
+    for name, gain in (("norm", norm and norm.gain), ("key_norm", key_norm.gain)):
+        if gain is not None:
+            check_tensor(f"{name}.gain", gain, (width,), FLOAT_DTYPES)
+    require(key_norm.gain is not None, "key_norm: without a gain")
+    found = backends.find("rotate_queries", backend, q.device)
+    queries, keys = found.rotate_queries(q, key, rotation, norm, key_norm)
+    return queries, keys
+
+
 def store_recent(
     x: Tensor,
     rings: Tensor,

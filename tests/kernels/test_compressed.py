@@ -14,6 +14,7 @@ from quantkit_kernels import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    rotate_queries,
     store_recent,
 )
 from quantkit_kernels.samples import TOLERANCE, distance
@@ -35,6 +36,12 @@ def test_rotated_heads(backend, dtype, norm, interleaved):
     exact = torch.cat([rest, rotated(last, angles, interleaved)], dim=-1)
     found = rotate_heads(x, rotation, how, backend=backend)
     assert distance(found, exact) < TOLERANCE[dtype]
+    key = torch.randn(tokens, width + 8, device=device).to(dtype)[:, 8:]
+    queries, keys = rotate_queries(x, key, rotation, how, HeadNorm(gain + 1, 1e-4), backend=backend)
+    assert torch.equal(queries, found)
+    rest, last = normed(key, gain + 1, 1e-4).split([width - rotary, rotary], dim=-1)
+    exact = torch.cat([rest, rotated(last[:, None], angles, interleaved)[:, 0]], dim=-1)
+    assert distance(keys, exact) < TOLERANCE[dtype]
     if how is None:
         back = rotate_heads(found, rotation, back=True, backend=backend)
         assert distance(back, x) < TOLERANCE[dtype]

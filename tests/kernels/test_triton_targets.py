@@ -69,6 +69,7 @@ from quantkit_kernels import (  # noqa: E402
     rope,
     rotary_angles,
     rotate_heads,
+    rotate_queries,
     route,
     route_chosen,
     silu_and_mul,
@@ -359,7 +360,8 @@ def windows(card, tokens):
         card.ask(pool_entries, RecentTokens(raw, positions, 137, 0), positions, pools, rotation)
     rings, ends = zeros(2, 3, 128, 2560), zeros(2, 3, dtype=INTS)
     card.ask(store_recent, zeros(tokens, 2560), rings, ends, positions, positions)
-    card.ask(rotate_heads, q, rotation, HeadNorm(None, 1e-6))
+    key_norm = HeadNorm(zeros(512), 1e-6)
+    card.ask(rotate_queries, q, q[:, 0], rotation, HeadNorm(None, 1e-6), key_norm)
     card.ask(rotate_heads, q, rotation, back=True)
 
 

@@ -56,7 +56,17 @@ def unusable(
         return "mla_prepare, mla_decode and linears compute it"
     if operator in ("gate_and_mul", "gate_and_rotate"):
         return "silu_and_mul only"
-    families = ("delta_", "index_", "mx_", "compressed_", "pool_", "rotary_", "rotate_", "route_", "store_")
+    families = (
+        "delta_",
+        "index_",
+        "mx_",
+        "compressed_",
+        "pool_",
+        "rotary_",
+        "rotate_",
+        "route_",
+        "store_",
+    )
     if operator.startswith(families) or operator.endswith("_streams"):
         return "the Triton backend's are few launches already"
     if operator == "likeliest":

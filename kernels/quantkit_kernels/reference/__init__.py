@@ -12,6 +12,7 @@ from quantkit_kernels.reference.compressed import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    rotate_queries,
     store_recent,
 )
 from quantkit_kernels.reference.delta import delta_prefill, delta_step

@@ -30,6 +30,13 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: boo
     return torch.cat((x[..., :-width], rotated(x[..., -width:], by)), dim=-1)
 
 
+def rotate_queries(
+    q: Tensor, key: Tensor, rotation: Rotation, norm: HeadNorm | None, key_norm: HeadNorm
+) -> tuple[Tensor, Tensor]:
+    keys = rotate_heads(key[:, None], rotation, key_norm, False)[:, 0]
+    return rotate_heads(q, rotation, norm, False), keys
+
+
 def store_recent(
     x: Tensor, rings: Tensor, ends: Tensor, places: Tensor, positions: Tensor
 ) -> Tensor:

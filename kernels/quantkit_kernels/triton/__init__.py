@@ -23,6 +23,7 @@ from quantkit_kernels.triton.compressed import (
     compressed_attend,
     pool_entries,
     rotate_heads,
+    rotate_queries,
     store_recent,
 )
 from quantkit_kernels.triton.delta import delta_prefill, delta_step

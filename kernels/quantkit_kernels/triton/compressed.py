@@ -37,25 +37,44 @@ takes at a time, and programs that share those of a token."""
 
 
 def rotate_heads(x: Tensor, rotation: Rotation, norm: HeadNorm | None, back: bool) -> Tensor:
+    return _rotate(x, None, rotation, norm, None, back)[0]
+
+
+def rotate_queries(
+    q: Tensor, key: Tensor, rotation: Rotation, norm: HeadNorm | None, key_norm: HeadNorm
+) -> tuple[Tensor, Tensor]:
+    return _rotate(q, key, rotation, norm, key_norm, False)
+
+
+def _rotate(
+    x: Tensor,
+    key: Tensor | None,
+    rotation: Rotation,
+    norm: HeadNorm | None,
+    key_norm: HeadNorm | None,
+    back: bool,
+) -> tuple[Tensor, Tensor]:
     from quantkit_kernels.triton.compressed_kernel import rotate_heads as kernel
 
     tokens, heads, width = x.shape
-    if x.numel() == 0:
-        return x
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
+    keys = y if key is None else key if key.stride(-1) == 1 else key.contiguous()
+    key_y = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if keys is not y else y
+    if tokens * heads == 0:
+        return y, key_y
     padded = power_of_two(width)
     block = min(power_of_two(heads), max(1, _ROTATED // padded))
-    gain = None if norm is None else norm.gain
-    kernel[(tokens, -(-heads // block))](
-        x, x if gain is None else gain.contiguous(), rotation.cos.contiguous(),
-        rotation.sin.contiguous(), y, heads, x.stride(0), x.stride(1),
-        0.0 if norm is None else norm.eps,
+    gains = [x if one is None or one.gain is None else one.gain for one in (norm, key_norm)]
+    kernel[(tokens, -(-heads // block) + (key is not None))](
+        x, gains[0].contiguous(), keys, gains[1].contiguous(), rotation.cos.contiguous(),
+        rotation.sin.contiguous(), y, key_y, heads, x.stride(0), x.stride(1), keys.stride(0),
+        0.0 if norm is None else norm.eps, 0.0 if key_norm is None else key_norm.eps,
         D=width, R=2 * rotation.cos.shape[1], WIDTH=padded, HEADS=block, NORMED=norm is not None,
-        GAINED=gain is not None, BACK=back, INTERLEAVED=rotation.interleaved,
-        **overlapped(x.device),
+        GAINED=norm is not None and norm.gain is not None, BACK=back,
+        INTERLEAVED=rotation.interleaved, KEYED=key is not None, **overlapped(x.device),
     )  # fmt: skip
-    return y
+    return y, key_y
 
 
 def store_recent(

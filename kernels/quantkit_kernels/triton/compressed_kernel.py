@@ -11,25 +11,49 @@ from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 @triton.jit
 def rotate_heads(
-    x, gain, cosines, sines, y, heads, x_token, x_head, eps,
+    x, gain, key, key_gain, cosines, sines, y, key_y, heads, x_token, x_head, key_token, eps,
+    key_eps,
     D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     NORMED: tl.constexpr, GAINED: tl.constexpr, BACK: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
+    KEYED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token and HEADS heads: y contiguous, normed with NORMED, by a gain with GAINED,
-    its last R channels rotated. WIDTH: a power of two, at least D."""
+    its last R channels rotated. KEYED: one more per token, for its key, which is normed by a
+    gain."""
     wait_for_input(PDL)
-    TYPE: tl.constexpr = y.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cosines += token * (R // 2)
+    sines += token * (R // 2)
+    if KEYED and block == tl.num_programs(1) - 1:
+        one = tl.arange(0, 1)
+        rotate_rows(
+            key + token * key_token + one, key_y + token * D + one, one == 0, key_gain, cosines,
+            sines, key_eps, D, R, WIDTH, True, True, BACK, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        head = block * HEADS + tl.arange(0, HEADS)
+        rotate_rows(
+            x + token * x_token + head * x_head, y + (token * heads + head) * D, head < heads, gain,
+            cosines, sines, eps, D, R, WIDTH, NORMED, GAINED, BACK, INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotate_rows(
+    rows, to, there, gain, cosines, sines, eps, D: tl.constexpr, R: tl.constexpr,
+    WIDTH: tl.constexpr, NORMED: tl.constexpr, GAINED: tl.constexpr, BACK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The D numbers at each of the pointers `rows`, of those that are `there`. WIDTH: a power of
+    two, at least D."""
+    TYPE: tl.constexpr = to.dtype.element_ty
     channel = tl.arange(0, WIDTH)
-    inside = (head < heads)[:, None] & (channel < D)[None, :]
+    inside = there[:, None] & (channel < D)[None, :]
     turns = (channel >= D - R) & (channel < D)
     partner, pair, sign = partner_of(tl.maximum(channel - (D - R), 0), R, INTERLEAVED)
     if BACK:
         sign = -sign
-    both = (head < heads)[:, None] & turns[None, :]
-    row = x + token * x_token + head[:, None] * x_head
+    both, row = there[:, None] & turns[None, :], rows[:, None]
     one = tl.load(row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(row + (D - R) + partner[None, :], mask=both, other=0.0).to(tl.float32)
     if NORMED:
@@ -42,11 +66,10 @@ def rotate_heads(
             other *= gains[None, :]
         one = rounded(one, TYPE).to(tl.float32)
         other = rounded(other, TYPE).to(tl.float32)
-    angle = token * (R // 2) + pair
-    cosine = tl.load(cosines + angle, mask=turns, other=1.0)
-    sine = tl.load(sines + angle, mask=turns, other=0.0) * sign
-    to = y + (token * heads + head[:, None]) * D + channel[None, :]
-    tl.store(to, rounded(one * cosine[None, :] + other * sine[None, :], TYPE), mask=inside)
+    cosine = tl.load(cosines + pair, mask=turns, other=1.0)
+    sine = tl.load(sines + pair, mask=turns, other=0.0) * sign
+    found = rounded(one * cosine[None, :] + other * sine[None, :], TYPE)
+    tl.store(to[:, None] + channel[None, :], found, mask=inside)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from quantkit_kernels import (
     float32_linear,
     rms_norm,
     rotate_heads,
+    rotate_queries,
     route_chosen,
 )
 from torch import Tensor
@@ -272,8 +273,8 @@ class Attention:
         low, kv = self.qkv_a(x).split([c.q_lora_rank, c.head_dim], dim=-1)
         q_a = rms_norm(low, self.gains[0], eps)
         q = self.q_b(q_a).unflatten(-1, (-1, c.head_dim))
-        q = rotate_heads(q, rotation, HeadNorm(None, eps) if self.norms_heads else None)
-        kv = rotate_heads(kv[:, None], rotation, HeadNorm(self.gains[1], eps))[:, 0]
+        norm = HeadNorm(None, eps) if self.norms_heads else None
+        q, kv = rotate_queries(q, kv, rotation, norm, HeadNorm(self.gains[1], eps))
         raw = self.raw_of(x)
         index_q, counts = x.new_zeros(len(x), 0, c.index_head_dim), x.new_zeros(len(x), 0)
         if self.index_q is not None and self.index_gate is not None:
