@@ -266,6 +266,7 @@ def _candidates(operator: str, device: torch.device) -> list[str]:
 
 def serving_gates(
     kind: str,
+    silu: bool,
     backend: str,
     device: torch.device,
     dtype: torch.dtype | None = None,
@@ -273,12 +274,14 @@ def serving_gates(
 ) -> str:
     """The backend of experts with biases or a `Gating` of their own, of weights of a kind: the one
     that serves linears, which a loop runs, but on a GPU the best of those whose kernels compute a
-    whole layer of them, where that one's do not."""
+    whole layer of them, where that one's do not. silu: they have a clamped SiLU and no biases."""
     first = _first(backend, device)
     chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
-    if device.type != "cuda" or computes_gates(chosen, kind) or first == "reference":
+    if device.type != "cuda" or computes_gates(chosen, kind, silu) or first == "reference":
         return chosen
-    able = (name for name in _candidates(f"experts_{kind}", device) if computes_gates(name, kind))
+    able = (
+        name for name in _candidates(f"experts_{kind}", device) if computes_gates(name, kind, silu)
+    )
     return next(
         (
             name
@@ -289,12 +292,12 @@ def serving_gates(
     )
 
 
-def computes_gates(backend: str, kind: str) -> bool:
+def computes_gates(backend: str, kind: str, silu: bool) -> bool:
     """Whether a backend's kernels compute a whole layer of such experts."""
     found = module(backend)
-    return hasattr(found, "gated_experts_layout") and kind not in getattr(
-        found, "UNGATED_KINDS", ()
-    )
+    if not hasattr(found, "gated_experts_layout") or kind in getattr(found, "UNGATED_KINDS", ()):
+        return False
+    return silu or not getattr(found, "SILU_ALONE", False)
 
 
 def _check_name(backend: str) -> None:

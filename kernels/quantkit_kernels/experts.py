@@ -196,9 +196,9 @@ class ExpertsBuilder:
             not biased and self._gating == SILU,
         )
         rounds, shapes = rounds_inputs(gate), (_stacked(gate), shape(down))
-        backend = self._backend
+        backend, silu = self._backend, self._gating.is_silu and not biased
         if backend == "auto" and not usual and not rounds and self._gating.is_formula:
-            backend = backends.serving_gates(kind(gate), backend, target, self._dtype, shapes)
+            backend = backends.serving_gates(kind(gate), silu, backend, target, self._dtype, shapes)
         operator = "experts" if usual and not rounds else "linear"
         name = backends.choose(f"{operator}_{kind(gate)}", backend, target, self._dtype, shapes)
         found = backends.module(name)
@@ -212,7 +212,7 @@ class ExpertsBuilder:
             )
         elif usual:
             layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
-        elif backends.computes_gates(name, kind(gate)):
+        elif backends.computes_gates(name, kind(gate), silu):
             layout = found.gated_experts_layout(
                 self.num_experts, gate, down, self._dtype, target, self._gating
             )

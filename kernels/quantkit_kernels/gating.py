@@ -49,6 +49,11 @@ class Gating:
         return type(self) is Gating
 
     @property
+    def is_silu(self) -> bool:
+        """Whether this is SiLU(g) * u, of clamped g and u or not."""
+        return self == Gating(limit=self.limit)
+
+    @property
     def is_linear_in_up(self) -> bool:
         """Whether a scale can move from up's rows to down's columns."""
         return self.limit is None and self.shift == 0 and self.up_bound is None

@@ -16,6 +16,7 @@ from quantkit_kernels import (
     table,
 )
 from quantkit_kernels.backends import serving_gates, why_unusable
+from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.triton.experts import TritonExpertsLayout
@@ -162,10 +163,12 @@ def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(
 ):
     """Triton's linears of 16 bits serve many shapes, its kernels of a layer know silu alone."""
     device = on_hopper(monkeypatch, *usable)
-    assert serving_gates(grid, asked, device) == taken
+    assert serving_gates(grid, False, asked, device) == taken
+    if "cuda" in usable and asked == "auto":
+        assert serving_gates(grid, True, asked, device) == "cuda"  # it clamps
     prefer(asked if asked in usable else "auto", device)
     try:
-        assert serving_gates(grid, "auto", device) == taken
+        assert serving_gates(grid, False, "auto", device) == taken
     finally:
         prefer("auto", device)
 
@@ -177,7 +180,8 @@ class Told(Gating):
 @pytest.mark.parametrize(
     ("gating", "grid", "layout"),
     [
-        (Gating(limit=7.0), "fp4", TritonExpertsLayout),
+        (Gating(limit=7.0), "fp4", CudaExpertsLayout),
+        (Gating(1.702, 7.0, 1.0), "fp4", TritonExpertsLayout),
         (Told(), "fp4", LoopLayout),
         (Gating(limit=7.0), "fp4-w4a4", LoopLayout),
         (Gating(limit=7.0), "dense", LoopLayout),

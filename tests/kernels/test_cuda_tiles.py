@@ -4,7 +4,7 @@ format, grid and ragged shape."""
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, placed, random_experts
-from quantkit_kernels import prepare
+from quantkit_kernels import ExpertsBuilder, Gating, prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.sorted import sorted_experts
@@ -138,6 +138,25 @@ def test_every_number_of_tokens_matches_float64(grid):
         y = linear(x)
         assert distance(y, exact) < TOLERANCE[torch.bfloat16], where
         assert torch.equal(y, linear(x)), where
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_clamped_experts_match_float64(grid):
+    """By every kernel of few and of many tokens."""
+    rng, on_cpu, gating = generator(), torch.Generator().manual_seed(0), Gating(limit=2.0)
+    weights = random_experts(grid, 7, 256, 384, on_cpu)
+    builder = ExpertsBuilder(7, device=DEVICE, gating=gating)
+    for index, one in enumerate(zip(*placed(weights, DEVICE))):
+        builder.add(index, *one)
+    experts = builder.finish()
+    assert isinstance(experts, CudaExperts)
+    for tokens in (1, 2, 9, 40, 300):
+        x = 8 * torch.randn(tokens, 256, generator=rng, device=DEVICE).bfloat16()
+        ids = torch.rand(tokens, 7, generator=rng, device=DEVICE).topk(3, dim=-1).indices
+        given = (x, ids, torch.rand(tokens, 3, generator=rng, device=DEVICE))
+        exact = exact_experts(*(one.cpu() for one in given), weights, gating, None).to(DEVICE)
+        for compute in (experts, experts.few_tokens, experts.many_tokens):
+            assert distance(compute(*given), exact) < 2e-2, (tokens, compute)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -29,13 +29,14 @@ from quantkit_kernels.cuda.operators import (
     route,
     silu_and_mul,
 )
+from quantkit_kernels.gating import Gating
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention import prefill
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, takes_selected
 from quantkit_kernels.weights import Weight
 
 LIMITS = {
-    f"experts_{kind}": "gates other than SiLU alone, biases: another backend"
+    f"experts_{kind}": "gates other than SiLU, clamped or not, biases: another backend"
     for kind in ("int4", "int8", "fp4")
 }
 
@@ -98,3 +99,18 @@ def experts_layout(
     num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
 ) -> CudaExpertsLayout:
     return CudaExpertsLayout(num_experts, gate, dtype, device)
+
+
+UNGATED_KINDS, SILU_ALONE = ("dense",), True
+"""`gated_experts_layout` takes gates that are SiLU, clamped, and no biases."""
+
+
+def gated_experts_layout(
+    num_experts: int,
+    gate: Weight,
+    down: Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+    gating: Gating,
+) -> CudaExpertsLayout:
+    return CudaExpertsLayout(num_experts, gate, dtype, device, gating)

@@ -19,6 +19,7 @@ class GemmParams(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "words scales zeros row_scale x x_scale out ids pair_weights sums"),
         *_fields(_INT, "ids_stride pairs top_k by_expert m n k out_n wn split epilogue"),
+        *_fields(_FLOAT, "limit"),
     ]
 
 
@@ -31,6 +32,7 @@ class TileParams(ctypes.Structure):
             "words scales zeros row_scale x x_scale out tile_expert tile_count order pair_weights",
         ),
         *_fields(_INT, "tiles m n k out_n split epilogue"),
+        *_fields(_FLOAT, "limit"),
     ]
 
 
@@ -53,6 +55,7 @@ class FusedExpertsParams(ctypes.Structure):
         *_fields(Matrix, "gate_up down"),
         *_fields(_POINTER, "x between out ids pair_weights done"),
         *_fields(_INT, "ids_stride pairs top_k experts"),
+        *_fields(_FLOAT, "limit"),
     ]
 
 

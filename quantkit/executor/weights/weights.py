@@ -265,7 +265,8 @@ class ExecutorWeights:
                     if biases is None and gating == kernels.SILU:
                         backend = self._backend("experts", gate, down)
                     else:
-                        backend = self._gates_backend(gate, down)
+                        silu = biases is None and gating.is_silu
+                        backend = self._gates_backend(gate, down, silu)
                     builder = kernels.ExpertsBuilder(
                         len(modules),
                         backend=backend,
@@ -422,14 +423,15 @@ class ExecutorWeights:
             stacklevel=2,
         )
 
-    def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight) -> str:
-        """As `_backend`, of experts with biases or a gating of their own."""
+    def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight, silu: bool) -> str:
+        """As `_backend`, of experts with biases or a gating of their own. silu: as of
+        `serving_gates`."""
         if rounds_inputs(gate):
             return self._backend("linear", gate, down)
         found = backends.serving_gates(
-            kind(gate), self.backend, self.device, self.dtype, (shape(gate), shape(down))
+            kind(gate), silu, self.backend, self.device, self.dtype, (shape(gate), shape(down))
         )
-        if not backends.computes_gates(found, kind(gate)):
+        if not backends.computes_gates(found, kind(gate), silu):
             return self._backend("linear", gate, down)
         return found
 

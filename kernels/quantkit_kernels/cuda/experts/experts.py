@@ -31,6 +31,7 @@ from quantkit_kernels.cuda.plans import (
     sorted_plan,
 )
 from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -50,8 +51,10 @@ class CudaExperts(Experts):
         group: int,
         dtype: torch.dtype,
         device: torch.device,
+        limit: float = 0.0,
     ) -> None:
         super().__init__(*sizes, dtype, device, "cuda")
+        self.limit = limit
         self.kind = kind
         self.group = group
         self.gate_up = gate_up
@@ -76,7 +79,7 @@ class CudaExperts(Experts):
     def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         plan = sorted_plan(self.kind, topk_ids.numel() * self.routed_share / self.num_experts)
         return sorted_experts(
-            *self._weights(), x, topk_ids, topk_weights, plan, self.routed_share < 1
+            *self._weights(), x, topk_ids, topk_weights, plan, self.routed_share < 1, self.limit
         )
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ class CudaExperts(Experts):
         if plans is not None:
             return self._two_products(x, topk_ids, topk_weights, plans)
         tiles = experts_token_tiles(topk_ids.numel() * self.routed_share / self.num_experts)
-        return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles)
+        return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles, self.limit)
 
     def _summed(self, pairs: UnsummedPairs, topk_ids: Tensor) -> Tensor:
         if self.routed_share == 1:
@@ -170,6 +173,7 @@ class CudaExperts(Experts):
             k=x.shape[1],
             out_n=out.shape[1],
             epilogue=epilogue,
+            limit=self.limit,
         )
         if self.kind == "int8":
             codes, scale = quantize_rows(x)
@@ -183,11 +187,19 @@ class CudaExperts(Experts):
 
 
 class CudaExpertsLayout(ExpertsLayout):
-    """Packs each expert, as it comes, into its place in the layer's tensors."""
+    """Packs each expert, as it comes, into its place in the layer's tensors. gating: SiLU, of
+    clamped gates or not."""
 
     def __init__(
-        self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        gate: Weight,
+        dtype: torch.dtype,
+        device: torch.device,
+        gating: Gating = SILU,
     ) -> None:
+        assert gating.is_silu, gating
+        self._limit = gating.limit or 0.0
         intermediate, hidden = shape(gate)
         self._sizes = (num_experts, hidden, intermediate)
         self._kind, self._group = kind(gate), group_of(gate)
@@ -219,4 +231,5 @@ class CudaExpertsLayout(ExpertsLayout):
             self._group,
             self._dtype,
             self._device,
+            self._limit,
         )

@@ -41,13 +41,15 @@ def fused_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     token_tiles: int,
+    limit: float = 0.0,
 ) -> UnsummedPairs:
     """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all
     contiguous, by weights packed per expert, before the sum; pairs of NO_EXPERT are whatever lies
     there.
 
     At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an
-    entry has up to 8 * token_tiles tokens of one expert, which are multiplied at once.
+    entry has up to 8 * token_tiles tokens of one expert, which are multiplied at once. limit: as of
+    `Gating`, 0 for none.
     """
     pairs, hidden = topk_ids.numel(), x.shape[1]
     intermediate = gate_up.row_scale.numel() // num_experts // 2
@@ -67,6 +69,7 @@ def fused_experts(
         pairs=pairs,
         top_k=topk_ids.shape[1],
         experts=num_experts,
+        limit=limit,
     )
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
     checked(

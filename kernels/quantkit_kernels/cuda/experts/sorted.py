@@ -56,10 +56,11 @@ def sorted_experts(
     topk_weights: Tensor,
     plan: TilePerBlockPlan | ExpertTilesPlan,
     some_none: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all
     contiguous, by weights packed per expert.
-    some_none: whether ids may be NO_EXPERT."""
+    some_none: whether ids may be NO_EXPERT. limit: as of `fused_experts`."""
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     slots = sort_pairs(topk_ids, num_experts, plan.tokens)
     intermediate, hidden = gate_up.row_scale.numel() // num_experts // 2, x.shape[1]
@@ -72,6 +73,7 @@ def sorted_experts(
         between,
         plan,
         epilogue=SILU_MUL,
+        limit=limit,
         slots=slots,
         top_k=top_k,
         num_experts=num_experts,

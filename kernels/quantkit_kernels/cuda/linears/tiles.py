@@ -34,6 +34,7 @@ def multiply_tiles(
     plan: TilesPlan,
     *,
     epilogue: int = STORE,
+    limit: float = 0.0,
     slots: Slots | None = None,
     top_k: int = 0,
     num_experts: int = 1,
@@ -48,7 +49,12 @@ def multiply_tiles(
     k = x.shape[1]
     count = x.shape[0] if slots is None else slots.order.numel()
     params = TileParams(
-        **pointers(packed), out=out.data_ptr(), tiles=-(-count // plan.tokens), m=count, k=k
+        **pointers(packed),
+        out=out.data_ptr(),
+        tiles=-(-count // plan.tokens),
+        m=count,
+        k=k,
+        limit=limit,
     )
     params.n, params.out_n, params.epilogue = (
         packed.row_scale.numel() // num_experts,

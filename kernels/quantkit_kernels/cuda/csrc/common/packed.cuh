@@ -24,6 +24,12 @@ namespace {
 enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };
 enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2 };
 
+// silu(gate) * up of a gate of at most `limit` and an up within -limit .. limit; 0: as they are.
+__device__ __forceinline__ float gated(float gate, float up, float limit) {
+  if (limit > 0) gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate / (1.f + __expf(-gate)) * up;
+}
+
 template <class T> struct Pair;
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
 template <> struct Pair<__half> { using type = __half2; };

@@ -202,7 +202,7 @@ template <int FMT, class T, int G, int NT> struct Team {
       for (int b = 0; b < 4; ++b) {
         float z[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) z[e] = y[b][0][e] / (1.f + __expf(-y[b][0][e])) * y[b][1][e];
+        for (int e = 0; e < 2; ++e) z[e] = gated(y[b][0][e], y[b][1][e], p.limit);
         m[b] = pair_of<T>(z[0], z[1]);
       }
       store_matrices_transposed(to + lane * (S::pitch * 2), m);

@@ -169,7 +169,7 @@ template <int FMT, class T, int G, int MT, bool FEW> __global__ void __launch_bo
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) a += red[(w * 64 + gate) * tokens + t], b += red[(w * 64 + gate + 8) * tokens + t];
           a *= gate_scale[i], b *= up_scale[i];
-          store<T>(p.between, pair * (m.n / 2) + job.strip * 32 + r, gated(a, b));
+          store<T>(p.between, pair * (m.n / 2) + job.strip * 32 + r, gated(a, b, p.limit));
         }
       }
       __syncthreads();

@@ -22,4 +22,5 @@ struct FusedExpertsParams {
   const float* pair_weights;  // [pairs]
   int* done;                  // [(1 + entries) * 16] zero; the sum over each token's pairs makes it so again
   int ids_stride, pairs, top_k, experts;
+  float limit;                // see `gated`
 };

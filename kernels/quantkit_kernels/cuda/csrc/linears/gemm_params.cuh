@@ -19,4 +19,5 @@ struct GemmParams {
   int ids_stride, pairs, top_k, by_expert;
   int m, n, k, out_n;         // n is padded to whole strips, out_n is what is stored
   int wn, split, epilogue;
+  float limit;                // kSiluMul, see `gated`
 };

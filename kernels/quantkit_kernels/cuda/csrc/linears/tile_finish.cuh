@@ -46,10 +46,7 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
         for (int b = 0; b < 4; ++b) {
           float y[2];
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float gate = result(i + b, 0, e);
-            y[e] = gate / (1.f + __expf(-gate)) * result(i + b, 1, e);
-          }
+          for (int e = 0; e < 2; ++e) y[e] = gated(result(i + b, 0, e), result(i + b, 1, e), p.limit);
           m[b] = pair_of<T>(y[0], y[1]);
         }
         store_matrices_transposed(to + (i * 8 + lane) * (S::pitch_stored * 2), m);

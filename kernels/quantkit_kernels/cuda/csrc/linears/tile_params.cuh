@@ -19,4 +19,5 @@ struct TileParams {
   const float* pair_weights;  // [pairs], kWeigh
   int tiles, m, n, k, out_n;  // n is padded to whole strips, out_n is what is stored
   int split, epilogue;
+  float limit;                // kSiluMul, see `gated`
 };

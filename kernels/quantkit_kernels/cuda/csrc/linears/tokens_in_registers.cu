@@ -89,7 +89,7 @@ __device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part
       const int gate = (r / 8) * 16 + r % 8;
       const float a = float(red[gate * tokens_per_tile + t]) * row_scale[gate] * x_scale;
       const float b = float(red[(gate + 8) * tokens_per_tile + t]) * row_scale[gate + 8] * x_scale;
-      store<T>(p.out, (size_t)token * p.out_n + feature, gated(a, b));
+      store<T>(p.out, (size_t)token * p.out_n + feature, gated(a, b, p.limit));
     } else {
       const float y = float(red[r * tokens_per_tile + t]) * row_scale[r] * x_scale;
       if (p.epilogue == kWeigh) reinterpret_cast<float*>(p.out)[(size_t)token * p.out_n + feature] = y * p.pair_weights[token];

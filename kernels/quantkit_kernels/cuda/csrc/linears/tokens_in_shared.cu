@@ -163,7 +163,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
       float up[4];
       add_up(up, r / 8 * 16 + r % 8 + 8, t);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = gated(y[e], up[e]);
+      for (int e = 0; e < 4; ++e) y[e] = gated(y[e], up[e], p.limit);
     }
     if (p.epilogue == kWeigh) {
       const float weight = p.pair_weights[pair];

@@ -31,9 +31,6 @@ __device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool wanted
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted) : "memory");
 }
 
-// silu(gate) * up.
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.f + __expf(-gate)) * up; }
-
 __device__ __forceinline__ void read8(float* to, uint32_t at) {
   asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(at) : "memory");
 }
