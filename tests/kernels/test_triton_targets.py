@@ -369,11 +369,14 @@ def indexer(card):
     """DeepSeek-V3.2's, over 8,192 tokens and 65,536, of one sequence and of four."""
     q, places, keys = zeros(4, 64, 128), zeros(4, dtype=INTS), zeros(2, 64, 128)
     norm = IndexNorm(zeros(128, dtype=SINGLE), zeros(128, dtype=SINGLE), 1e-6)
+    many = zeros(1024, 64, 128)
     for cache in (keys, empty_index_keys((2, 64), 128, torch.device("cpu"))):
         card.ask(index_prepare, q, q[:, 0], norm, angles(4, 64), cache, places)
         for sequences, blocks in product((1, 4), (128, 1024)):
             pages = IndexPages(cache, zeros(sequences, blocks, dtype=torch.int32))
             card.ask(index_topk, q, zeros(4, 64, dtype=SINGLE), pages, places, 2048)
+        pages, weights = IndexPages(cache, pages.block_table[:1]), zeros(1024, 64, dtype=SINGLE)
+        card.ask(index_topk, many, weights, pages, zeros(1024, dtype=INTS), 2048)
 
 
 def latent_attention(card):
