@@ -247,9 +247,13 @@ def serving(
     candidates = _candidates(operator, device)
     if backend != "auto":
         candidates.insert(0, backend)
-    return next(
+    chosen = next(
         name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None
     )
+    leaves = chosen == "cuda" != backend and module("cuda").leaves(operator, shapes)
+    if leaves and why_unusable(operator, "triton", device, dtype, shapes) is None:
+        return "triton"
+    return chosen
 
 
 def _candidates(operator: str, device: torch.device) -> list[str]:

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.arguments import check_compute_dtype, require
-from quantkit_kernels.functional import mx_rounded
+from quantkit_kernels.arguments import (
+    FLOAT_DTYPES,
+    check_compute_dtype,
+    check_tensor,
+    require,
+)
+from quantkit_kernels.functional import mx_rounded, rms_norm, silu_and_mul
 from quantkit_kernels.weights import (
     FP4_GROUP_SIZE,
     MX_GROUP_SIZE,
@@ -59,6 +64,40 @@ class Linear(ABC):
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
         return self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def fused(
+        self,
+        x: Tensor,
+        gain: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + the linear of x, in one launch where `fuses` says so. x [M, K], with a gain [K]
+        its RMSNorm is read; or [M, 2K], silu_and_mul(x) is read. residual [M, N] or None. All but
+        the gain are of `dtype`. Raises ValueError for shapes that do not fit."""
+        k = self.in_features
+        narrow = gain is not None or x.shape[-1] == k
+        check_tensor("x", x, (None, k if narrow else 2 * k), (self.dtype,))
+        if gain is not None:
+            check_tensor("gain", gain, (k,), FLOAT_DTYPES)
+        if residual is not None:
+            check_tensor("residual", residual, (len(x), self.out_features), (self.dtype,))
+        if self.fuses(len(x)):
+            return self.in_one_launch(x, gain, eps, residual)
+        if gain is not None:
+            x = rms_norm(x, gain, eps)
+        y = self(x if narrow else silu_and_mul(x))
+        return y if residual is None else residual + y
+
+    def fuses(self, rows: int) -> bool:
+        """Whether `fused` of so many rows is one launch."""
+        return False
+
+    def in_one_launch(
+        self, x: Tensor, gain: Tensor | None, eps: float, residual: Tensor | None
+    ) -> Tensor:
+        """`fused`, where `fuses` says so."""
+        raise NotImplementedError
 
     @abstractmethod
     def rows(self, x: Tensor) -> Tensor:

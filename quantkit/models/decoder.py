@@ -81,6 +81,11 @@ class DecoderLayer:
         normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return self.add_rms_norm(self.mlp_part(normed), residual, next_norm, self.eps)
 
+    def fused(self, residual: Tensor, context: Context) -> Tensor | None:
+        """The residual stream [T, H] after the layer, from the one before it, its norms and sums in
+        the launches of its linears; None where they are not."""
+        return None
+
     def streams_of(self, output: Any) -> Tensor:
         """The residual streams in the output of a layer of a stack: [T, H], or [T, n, H] of
         several."""
@@ -170,15 +175,23 @@ class Model:
         """token_ids [T] -> [T, width]: hidden states after the final norm, then those of
         `aux_layers`. rows int64 [R]: of these tokens only."""
         residual = embed(token_ids, self.embedding)
-        normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
+        normed: Tensor | None = None
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
         for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             if number in self.aux_layers:
                 # Operators may add to the residual in place.
                 read.append(residual.clone() if rows is None else residual[rows])
+            after = layer.fused(residual, context) if rows is None else None
+            if after is not None:
+                residual, normed = after, None
+                continue
+            if normed is None:
+                normed = rms_norm(residual, layer.input_norm, self.config.rms_norm_eps)
             last = number == len(self.layers) - 1
             normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
+        if normed is None:
+            normed = rms_norm(residual, self.norm, self.config.rms_norm_eps)
         return torch.cat((normed, *read), dim=-1) if read else normed
 
     @by_own_backend

@@ -37,6 +37,7 @@ from quantkit.models.mlp import (
     MoeMlp,
     add_bias,
     bias_of,
+    fusing,
     mlp_parameters,
     mlp_scale_groups,
     moe_parameters,
@@ -360,8 +361,11 @@ class Attention:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        c = self.config
-        qkv = add_bias(self.qkv(x), self.qkv_bias)
+        return add_bias(self.o(self.attended(self.qkv(x), context)), self.o_bias)
+
+    def attended(self, qkv: Tensor, context: Context) -> Tensor:
+        """What the linear qkv gives, without its bias [T, N] -> what o reads [T, K]."""
+        c, qkv = self.config, add_bias(qkv, self.qkv_bias)
         if self.joint_norms is not None:
             qkv = self._norm_queries_and_keys(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
@@ -379,7 +383,7 @@ class Attention:
         attended = self.attend(q, context)
         if gate is not None:
             attended = attended * sigmoid(gate)
-        return add_bias(self.o(attended.flatten(1)), self.o_bias)
+        return attended.flatten(1)
 
     def attend(self, q: Tensor, context: Context) -> Tensor:
         """Rotated queries [T, heads, D] -> [T, heads, D]."""
@@ -424,6 +428,19 @@ class DecoderLayer(decoder.DecoderLayer):
         super().__init__(
             p, config.rms_norm_eps, weights, attention, mlp, norm_offset=config.norm_offset
         )
+
+    def fused(self, residual: Tensor, context: Context) -> Tensor | None:
+        a, mlp = self.attention, self.mlp
+        if type(a) is not Attention or not isinstance(mlp, Mlp) or not mlp.is_plain:
+            return None
+        linears = fusing(len(residual), a.qkv, a.o, mlp.gate_up, mlp.down)
+        if not linears:
+            return None
+        qkv, o, gate_up, down = linears
+        attended = a.attended(qkv.fused(residual, self.input_norm, self.eps), context)
+        residual = add_bias(o.fused(attended, residual=residual), a.o_bias)
+        both = add_bias(gate_up.fused(residual, self.mlp_norm, self.eps), mlp.gate_up_bias)
+        return add_bias(down.fused(both, residual=residual), mlp.down_bias)
 
 
 class Model(decoder.Model):

@@ -9,6 +9,7 @@ import torch
 from quantkit_kernels import (
     SILU,
     Gating,
+    Linear,
     Routing,
     UnsummedPairs,
     float32_linear,
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from quantkit.models.config import MOST_EXPERTS, check_at_most, check_count, check_divides, refusal
 from quantkit.models.table import Block, Parameter, ScaleGroup
-from quantkit.models.weights import Weights
+from quantkit.models.weights import LinearOp, Weights
 
 
 @dataclass(frozen=True)
@@ -301,17 +302,25 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         both = add_bias(self.gate_up(x), self.gate_up_bias)
-        plain = self.gating == SILU and not self.rotation
-        fused = getattr(self.down, "of_gate_and_up", None) if plain else None
-        out = None if fused is None else fused(both)
-        if out is None:
-            read = (
-                gate_and_rotate(both, self.gating, self.rotation)
-                if self.rotation
-                else gate_and_mul(both, self.gating)
-            )
-            out = self.down(read)
+        if self.is_plain and (down := fusing(len(x), self.down)):
+            out = down[0].fused(both)
+        elif self.rotation:
+            out = self.down(gate_and_rotate(both, self.gating, self.rotation))
+        else:
+            out = self.down(gate_and_mul(both, self.gating))
         return add_bias(out, self.down_bias)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what down reads is silu(gate) * up."""
+        return self.gating == SILU and not self.rotation
+
+
+def fusing(rows: int, *operators: LinearOp) -> list[Linear]:
+    """The operators, where each of them computes so many rows with what is around it in one launch
+    (`Linear.fused`); else none."""
+    found = [one for one in operators if isinstance(one, Linear) and one.fuses(rows)]
+    return found if len(found) == len(operators) else []
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,9 @@ from quantkit_kernels import (
     Fp4,
     prepare,
     quantize_rows,
+    rms_norm,
     round_to_nvfp4,
+    silu_and_mul,
     why_no_rounded_inputs,
 )
 from quantkit_kernels.backends import why_unusable
@@ -48,6 +50,27 @@ def test_linear_matches_float64(grid, backend, dtype):
         y = prepare(weight, backend=backend, dtype=dtype)(x)
         assert y.dtype == dtype
         assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (m, n, k)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_linear_with_what_is_around_it(grid, backend):
+    skip_unusable(grid, backend, torch.bfloat16, (48, 256))
+    rng = torch.Generator().manual_seed(4)
+    weight = random_weight(grid, 48, 256, rng)
+    linear = prepare(weight, backend=backend)
+    for tokens in (1, 3):
+        x, both, residual = (
+            torch.randn(tokens, n, generator=rng).bfloat16() for n in (256, 512, 48)
+        )
+        gain = 1 + torch.rand(256, generator=rng)
+        exact = exact_linear(rms_norm(x, gain, 1e-5), weight)
+        assert distance(linear.fused(x, gain, 1e-5), exact) < TOLERANCE[torch.bfloat16]
+        exact = residual.double() + exact_linear(silu_and_mul(both), weight)
+        assert distance(linear.fused(both, residual=residual), exact) < TOLERANCE[torch.bfloat16]
+        for unfit in ({"gain": gain[1:]}, {"residual": residual[:, 1:]}, {"x": x[:, 1:]}):
+            with pytest.raises(ValueError, match=next(iter(unfit))):
+                linear.fused(**{"x": x, **unfit})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

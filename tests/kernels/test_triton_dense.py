@@ -6,13 +6,15 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from quantkit_kernels import prepare_dense, silu_and_mul
+from quantkit_kernels import prepare_dense, rms_norm, silu_and_mul
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.samples import TOLERANCE, distance, exact_linear
+from quantkit_kernels.linear import laid_out
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.sizes import QWEN3_8B_LINEARS
-from quantkit_kernels.triton import cards
-from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows, multiply_small
+from quantkit_kernels.triton import cards, dense_linear, small
+from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows
 from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, dense_candidates
+from quantkit_kernels.triton.small import multiply_small
 from quantkit_kernels.weights import Dense
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,33 +70,47 @@ def test_tokens_that_fill_no_tile(plan, dtype):
 
 @RUNS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_small_weights(dtype, monkeypatch):
-    """As SmolLM2 has them: sizes that no tile divides, read whole; more rows by tiles or the
-    library."""
-    small = "quantkit_kernels.triton.dense_linear.is_small_dense"
-    monkeypatch.setattr(small, lambda card, *shape: cards.is_small_dense("sm_90", *shape))
-    plan = "quantkit_kernels.triton.dense_linear.dense_plan"
-    monkeypatch.setattr(plan, lambda card, *shape: cards.dense_plan("sm_90", *shape))
+@pytest.mark.parametrize("grid", ["int4-asym-64", "w8a16-64", *GRIDS])
+def test_small_weights(grid, dtype, monkeypatch):
+    """As SmolLM2 has them, and sizes that no tile divides: one launch with a norm or an activation
+    before the product, and a sum after it."""
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    monkeypatch.setattr(small, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(dense_linear, "is_small_dense", lambda *sizes: True)
+    rng = torch.Generator().manual_seed(0)
+    for n, k in ((49, 640 if grid.endswith("128") else 576), (40, 1536)):
+        weight = random_weight(grid, n, k, rng)
+        if isinstance(weight, Dense):
+            weight = Dense(weight.weight.to(dtype))
+        linear = laid_out("triton", weight, dtype, DEVICE)
+        assert linear.fuses(1) == (grid not in ("fp4", "w8a16-32"))
+        assert not linear.fuses(2)
+        x, both, residual = (torch.randn(1, width).to(dtype) for width in (k, 2 * k, n))
+        gain = 1 + torch.rand(k)
+        normed = rms_norm(x, gain, 1e-5, backend="reference")
+        gated = silu_and_mul(both, backend="reference")
+        plain = linear(x.to(DEVICE))
+        assert distance(plain.cpu(), exact_linear(x, weight)) < TOLERANCE[dtype]
+        found = linear.fused(x.to(DEVICE), gain.to(DEVICE), 1e-5)
+        assert distance(found.cpu(), exact_linear(normed, weight)) < TOLERANCE[dtype]
+        found = linear.fused(both.to(DEVICE), residual=residual.to(DEVICE))
+        exact = exact_linear(gated, weight) + residual.double()
+        assert distance(found.cpu(), exact) < TOLERANCE[dtype]
+
+
+@RUNS
+def test_a_small_gate_of_float32():
     for n, k in ((960, 576), (49, 1536), (3, 8)):
-        weight = (torch.randn(n, k) / k**0.5).to(dtype)
-        assert cards.why_no_dense("sm_90", ((n, k),)) is None
-        assert cards.why_no_dense("sm_80", ((n, k),)) is not None
-        linear = TritonDenseLinear(Dense(weight), dtype, DEVICE)
-        for tokens in (1, 3, 9):
-            x = torch.randn(tokens, k).to(dtype)
-            exact = exact_linear(x, Dense(weight))
-            assert distance(linear(x.to(DEVICE)).cpu(), exact) < TOLERANCE[dtype], (n, tokens)
-            gate = torch.randn(n, k)
-            error = (
-                multiply_small(x.to(DEVICE), gate.to(DEVICE)).cpu() - x.double() @ gate.T.double()
-            )
-            most = x.double().abs() @ gate.T.double().abs()
-            assert (error.abs() <= 1e-6 * most).all(), "a gate of float32"
-            both = torch.randn(tokens, 2 * k).to(dtype).to(DEVICE)
-            fused = linear.of_gate_and_up(both)
-            assert (fused is None) == (tokens > 1)
-            apart = linear(silu_and_mul(both))
-            assert fused is None or distance(fused, apart.double()) < TOLERANCE[dtype], (n, tokens)
+        x, gate = torch.randn(1, k).bfloat16(), torch.randn(n, k)
+        error = multiply_small(x.to(DEVICE), gate.to(DEVICE)).cpu() - x.double() @ gate.T.double()
+        assert (error.abs() <= 1e-6 * (x.double().abs() @ gate.T.double().abs())).all(), (n, k)
+
+
+def test_what_is_small():
+    for shape in ((960, 576), (49, 1536), (3, 8)):
+        assert cards.why_no_dense("sm_90", (shape,)) is None
+        assert cards.why_no_dense("sm_80", (shape,)) is not None
 
 
 @RUNS

@@ -82,8 +82,9 @@ from quantkit_kernels.gating import SILU  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from quantkit_kernels.triton.dense_experts import MANY_PAIRS  # noqa: E402
-from quantkit_kernels.triton.dense_linear import multiply_rows, multiply_small  # noqa: E402
+from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
 from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
+from quantkit_kernels.triton.small import multiply_small  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -267,12 +268,20 @@ def linear(grid, every=EVERY):
     )
     for tokens in (2, 20, 40, 100, 300, 2000) if every else (2, 300, 2000):
         prepared(zeros(tokens, 2048))
+    if grid == "fp4":
+        return
+    small = prepare(
+        random_weight(grid, 3072, 640, torch.Generator().manual_seed(0)), backend="triton"
+    ).packed
+    multiply_small(zeros(1, 640), small, zeros(640), 1e-5)
+    multiply_small(zeros(1, 1280), small, residual=zeros(1, 3072))
 
 
 def few_rows_of_16_bits(every=EVERY):
     """By the first plan that --tune tries on the card, or by all."""
     device = torch.device("cpu")
-    multiply_small(zeros(1, 3072), zeros(576, 1536), gated=True)
+    multiply_small(zeros(1, 3072), zeros(576, 1536), residual=zeros(1, 576))
+    multiply_small(zeros(1, 576), zeros(3072, 576), zeros(576), 1e-5)
     multiply_small(zeros(1, 2048), zeros(513, 2048, dtype=torch.float32))
     n = k = 4096
     plans = dense_candidates(

@@ -1,13 +1,18 @@
 """Decoders with grouped-query attention against transformers, in float32 on tiny random models."""
 
 import pytest
+import torch
 import transformers
+from plain_weights import PlainWeights
+from quantkit_kernels import Dense, rms_norm, silu_and_mul
 from quantkit_kernels.backends import use_backend
+from quantkit_kernels.reference.linear import ReferenceLinear
 from refused import refused
-from stated_logits import check_logits
+from stated_logits import check_logits, opened
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 
 from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -15,6 +20,41 @@ def test_logits_equal_transformers(case):
     peer = random_peer(*CASES[case])
     with use_backend("reference"):
         check_logits(peer, peer.config.to_dict(), checkpoint_tensors(peer), [40, 40])
+
+
+class OneLaunch(ReferenceLinear):
+    """Computes what is around it for any number of rows."""
+
+    def fuses(self, rows):
+        return True
+
+    def in_one_launch(self, x, gain, eps, residual):
+        x = x if gain is None else rms_norm(x, gain, eps)
+        y = self(x if x.shape[1] == self.in_features else silu_and_mul(x))
+        return y if residual is None else y + residual
+
+
+class FusingWeights(PlainWeights):
+    def linear(self, module):
+        return OneLaunch(Dense(self.dequantized(module)), torch.float32, torch.device("cpu"))
+
+    def fused_linear(self, modules):
+        both = torch.cat([self.dequantized(module) for module in modules])
+        return OneLaunch(Dense(both), torch.float32, torch.device("cpu"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_linears_may_compute_norms_and_sums(case):
+    peer, token_ids = random_peer(*CASES[case]), torch.randint(1, 211, (9,))
+    architecture, config, weights = opened(peer.config.to_dict(), checkpoint_tensors(peer))
+    fusing = FusingWeights(weights.tensors, weights.names)
+    with use_backend("reference"):
+        model, plain = (architecture.Model(config, one) for one in (fusing, weights))
+        found, expected = (one(token_ids, CausalContext([9])) for one in (model, plain))
+        first = model.layers[0].fused(model.embedding[token_ids], CausalContext([9]))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (first is None) == (config.is_moe(0) or config.delta(0) is not None)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])

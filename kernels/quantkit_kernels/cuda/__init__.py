@@ -11,6 +11,7 @@ abi.py what the library's functions are given.
 """
 
 from functools import partial
+from itertools import starmap
 
 import torch
 
@@ -33,6 +34,7 @@ from quantkit_kernels.gating import Gating
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention import prefill
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, takes_selected
+from quantkit_kernels.triton.small import fits
 from quantkit_kernels.weights import Weight
 
 LIMITS = {
@@ -82,6 +84,13 @@ def unusable(
     if kind == "w8a16":
         return "the Triton backend's kernels read weight-only int8"
     return _refused(kind, dtype, shapes) if family in ("linear", "experts") else None
+
+
+def leaves(operator: str, shapes: tuple[Shape, ...]) -> bool:
+    """Whether "auto" takes the Triton backend where it can: of small weights its kernel computes
+    what is around a product in the same launch."""
+    taken = operator in ("linear_int4", "linear_int8")
+    return taken and shapes != () and all(starmap(fits, shapes))
 
 
 def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

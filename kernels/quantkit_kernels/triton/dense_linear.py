@@ -11,16 +11,12 @@ from quantkit_kernels.triton.cards import (
     architecture,
     dense_plan,
     is_small_dense,
-    multiprocessors,
     overlapped,
 )
 from quantkit_kernels.triton.dense_plans import DenseRowsPlan
-from quantkit_kernels.triton.rows import power_of_two
+from quantkit_kernels.triton.small import multiply_small
 from quantkit_kernels.weights import Weight, dequantize, shape
 from quantkit_kernels.workspace import workspace
-
-_SMALL_TILE = 1 << 14
-"""Numbers of a small weight that a program holds."""
 
 
 class TritonDenseLinear(Linear):
@@ -33,7 +29,7 @@ class TritonDenseLinear(Linear):
         return [self.weight]
 
     def rows(self, x: Tensor) -> Tensor:
-        if self._is_small(x):
+        if self.fuses(len(x)):
             return multiply_small(x.contiguous(), self.weight)
         plan = dense_plan(
             architecture(self.device), self.out_features, self.in_features, x.shape[0]
@@ -44,34 +40,14 @@ class TritonDenseLinear(Linear):
             else multiply_rows(x.contiguous(), self.weight, plan)
         )
 
-    def of_gate_and_up(self, x: Tensor) -> Tensor | None:
-        """Called with silu_and_mul(x), x [M, 2K], in one launch; None where that takes two."""
-        return (
-            multiply_small(x.contiguous(), self.weight, gated=True)
-            if x.dim() == 2 and x.dtype == self.dtype and self._is_small(x)
-            else None
-        )
-
-    def _is_small(self, x: Tensor) -> bool:
+    def fuses(self, rows: int) -> bool:
         small = is_small_dense(architecture(self.device), self.out_features, self.in_features)
-        return small and x.shape[0] == 1
+        return small and rows == 1
 
-
-def multiply_small(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
-    """As `multiply_rows`, of a small weight [N, K] of any size and in its dtype; gated: of
-    silu_and_mul(x)."""
-    from quantkit_kernels.triton.dense_rows_kernel import multiply_small as kernel
-
-    tokens, (n, k) = x.shape[0], weight.shape
-    y = torch.empty(tokens, n, dtype=weight.dtype, device=x.device)
-    # Two programs a multiprocessor, of as many rows as registers hold.
-    width = power_of_two(k)
-    rows = power_of_two(max(1, n // (4 * multiprocessors(x.device))))
-    rows = min(rows, max(1, _SMALL_TILE // width))
-    kernel[(-(-n // rows),)](
-        x, weight, y, tokens, n, k, BN=rows, BK=width, GATED=gated, **overlapped(x.device)
-    )
-    return y
+    def in_one_launch(
+        self, x: Tensor, gain: Tensor | None, eps: float, residual: Tensor | None
+    ) -> Tensor:
+        return multiply_small(x.contiguous(), self.weight, gain, eps, residual)
 
 
 def multiply_rows(x: Tensor, weight: Tensor, plan: DenseRowsPlan) -> Tensor:

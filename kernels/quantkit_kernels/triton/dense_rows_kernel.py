@@ -45,25 +45,3 @@ def multiply_dense(
     if last:
         to = out + token.to(tl.int64)[None, :] * n + rows[:, None]
         tl.store(to, rounded(acc, out.dtype.element_ty), mask=there[None, :])
-
-
-@triton.jit(do_not_specialize=["m"])
-def multiply_small(
-    x, weight, out, m, n, k, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """The same of a weight that is small: a program's rows are read whole, and before the tokens
-    are there. BK: a power of two, at least k. GATED: of silu(gate) * up of x = [gate, up]."""
-    rows, column = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    inside = (rows < n)[:, None] & (column < k)[None, :]
-    some = tl.load(weight + rows[:, None] * k + column[None, :], mask=inside, other=0.0)
-    wait_for_input(PDL)
-    for token in range(m):
-        one = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
-        x += k
-        if GATED:
-            up = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
-            one = rounded(one * tl.sigmoid(one) * up, out.dtype.element_ty).to(tl.float32)
-            x += k
-        sums = tl.sum(some.to(tl.float32) * one[None, :], 1)
-        tl.store(out + token * n + rows, rounded(sums, out.dtype.element_ty), mask=rows < n)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
-from quantkit_kernels.triton import rows, wgmma
+from quantkit_kernels.triton import rows, small, wgmma
 from quantkit_kernels.triton.cards import AnyPlan, architecture, linear_plan, multiprocessors
 from quantkit_kernels.triton.dense_linear import TritonDenseLinear
 from quantkit_kernels.triton.first_use import announce
@@ -26,7 +26,17 @@ class TritonLinear(Linear):
     def held(self) -> list[Tensor]:
         return list(self.packed.steps)
 
+    def fuses(self, rows: int) -> bool:
+        return rows == 1 and small.is_small(self.packed, self.device)
+
+    def in_one_launch(
+        self, x: Tensor, gain: Tensor | None, eps: float, residual: Tensor | None
+    ) -> Tensor:
+        return small.multiply_small(x.contiguous(), self.packed, gain, eps, residual)
+
     def rows(self, x: Tensor) -> Tensor:
+        if self.fuses(len(x)):
+            return small.multiply_small(x.contiguous(), self.packed)
         plan = linear_plan(
             architecture(self.device),
             multiprocessors(self.device),

@@ -11,10 +11,10 @@ from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.paged import Latents, Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import OVERLAPPED, architecture, multiprocessors, overlapped
-from quantkit_kernels.triton.dense_linear import multiply_small
 from quantkit_kernels.triton.dense_plans import is_small
 from quantkit_kernels.triton.launch import by_assembly, constants
 from quantkit_kernels.triton.rows import power_of_two, warps_for
+from quantkit_kernels.triton.small import multiply_small
 from quantkit_kernels.weights import MX_GROUP_SIZE
 from quantkit_kernels.workspace import workspace
 

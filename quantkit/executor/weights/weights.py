@@ -23,6 +23,7 @@ the largest of them all.
 import math
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 
 import quantkit_kernels as kernels
@@ -158,6 +159,8 @@ class ExecutorWeights:
 
     def linear(self, module: str) -> LinearOp:
         linear = self._prepare(self._operand(module))
+        if self._is_cut(module, "row"):
+            return partial(linear)  # no `Linear`: the sum over ranks comes before the residual's
         return Gathered(linear, self.parallel) if self._is_cut(module, "gathered") else linear
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
