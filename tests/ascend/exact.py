@@ -23,6 +23,7 @@ from quantkit_kernels.paged import CacheLayout, Rotation
 from quantkit_kernels.prolog import MlaWeights, sizes_of
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.reference.functional import rotary_angles  # noqa: F401, one of FUNCTIONS
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, dequantize, kind, shape
 from torch import Tensor
@@ -380,6 +381,7 @@ FUNCTIONS = (
     "route",
     "moe_gate",
     "rope",
+    "rotary_angles",  # the reference's: angles are not judged here
     "mla_prepare",
     "mla_decode",
     "mla_prefill",
