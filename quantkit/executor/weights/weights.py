@@ -268,8 +268,7 @@ class ExecutorWeights:
                     if biases is None and gating == kernels.SILU:
                         backend = self._backend("experts", gate, down)
                     else:
-                        silu = biases is None and gating.is_silu
-                        backend = self._gates_backend(gate, down, silu)
+                        backend = self._gates_backend(gate, down, biases is None and gating.is_silu)
                     builder = kernels.ExpertsBuilder(
                         len(modules),
                         backend=backend,
@@ -427,8 +426,7 @@ class ExecutorWeights:
         )
 
     def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight, silu: bool) -> str:
-        """As `_backend`, of experts with biases or a gating of their own. silu: as of
-        `serving_gates`."""
+        """As `_backend`, of experts with biases or another gating. silu: as of `serving_gates`."""
         if rounds_inputs(gate):
             return self._backend("linear", gate, down)
         found = backends.serving_gates(
