@@ -297,11 +297,10 @@ def serving_gates(
 
 
 def computes_gates(backend: str, kind: str, silu: bool) -> bool:
-    """Whether a backend's kernels compute a whole layer of such experts."""
-    found = module(backend)
-    if not hasattr(found, "gated_experts_layout") or kind in getattr(found, "UNGATED_KINDS", ()):
-        return False
-    return silu or not getattr(found, "SILU_ALONE", False)
+    """Whether a backend's kernels compute a whole layer of experts as of `serving_gates`: its
+    `experts_layout` then takes a `Gating`, too."""
+    found = getattr(module(backend), "computes_gates", None)
+    return found is not None and bool(found(kind, silu))
 
 
 def _check_name(backend: str) -> None:

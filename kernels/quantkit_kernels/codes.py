@@ -108,20 +108,22 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """x [..., D] -> codes of `dtype` [..., D], scales float32 [...]. least: of the scales, [...] or
     one for all."""
-    wide = x.float()
-    scales = (wide.abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
-    scales = torch.maximum(scales, torch.as_tensor(least, device=x.device))
-    scaled = (wide / scales.unsqueeze(-1)).clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+    scales = torch.maximum(_largest_over(x, dtype), torch.as_tensor(least, device=x.device))
+    return encode_by(x, scales.unsqueeze(-1), dtype), scales
 
 
 def encode_index(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 codes of index keys or their queries x [..., D], and scales float32 [...]: `encode`'s
     raised to a power of two, as DeepSeek-V3.2's inference code has them (`scale_fmt` ue8m0)."""
     dtype = torch.float8_e4m3fn
-    scales = (x.float().abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
-    scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    bits = _largest_over(x, dtype).view(torch.int32)
+    scales = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return encode_by(x, scales.unsqueeze(-1), dtype), scales
+
+
+def _largest_over(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest |x| of each row [...] over the largest code, float32."""
+    return (x.float().abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
 
 
 def encode_by(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:

@@ -99,11 +99,7 @@ def rotate_heads(
 ) -> Tensor:
     """x float [T, heads, D], normed where there is a norm, its last R channels rotated, or rotated
     back. cos, sin of rotation: [T, R / 2]."""
-    check_tensor("x", x, (None, None, None), FLOAT_DTYPES)
-    rotary = check_rotation(rotation, len(x))
-    require(rotary <= x.shape[2], f"cos: {rotary} channels to rotate, x has {x.shape[2]}")
-    if norm is not None and norm.gain is not None:
-        check_tensor("norm.gain", norm.gain, (x.shape[2],), FLOAT_DTYPES)
+    _check_heads("x", x, rotation, norm=norm)
     found = backends.find("rotate_heads", backend, x.device)
     result: Tensor = found.rotate_heads(x, rotation, norm, back)
     return result
@@ -120,18 +116,22 @@ def rotate_queries(
 ) -> tuple[Tensor, Tensor]:
     """`rotate_heads` of q float [T, heads, D], and of key [T, D] of q's dtype as of one head, which
     is normed by a gain."""
-    check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
-    tokens, _, width = q.shape
-    check_tensor("key", key, (tokens, width), (q.dtype,))
-    rotary = check_rotation(rotation, tokens)
-    require(rotary <= width, f"cos: {rotary} channels to rotate, q has {width}")
-    for name, gain in (("norm", norm and norm.gain), ("key_norm", key_norm.gain)):
-        if gain is not None:
-            check_tensor(f"{name}.gain", gain, (width,), FLOAT_DTYPES)
+    _check_heads("q", q, rotation, norm=norm, key_norm=key_norm)
+    check_tensor("key", key, (len(q), q.shape[2]), (q.dtype,))
     require(key_norm.gain is not None, "key_norm: without a gain")
     found = backends.find("rotate_queries", backend, q.device)
     queries, keys = found.rotate_queries(q, key, rotation, norm, key_norm)
     return queries, keys
+
+
+def _check_heads(name: str, x: Tensor, rotation: Rotation, **norms: HeadNorm | None) -> None:
+    check_tensor(name, x, (None, None, None), FLOAT_DTYPES)
+    tokens, _, width = x.shape
+    rotary = check_rotation(rotation, tokens)
+    require(rotary <= width, f"cos: {rotary} channels to rotate, {name} has {width}")
+    for of, norm in norms.items():
+        if norm is not None and norm.gain is not None:
+            check_tensor(f"{of}.gain", norm.gain, (width,), FLOAT_DTYPES)
 
 
 def store_recent(

@@ -213,7 +213,7 @@ class ExpertsBuilder:
         elif usual:
             layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
         elif backends.computes_gates(name, kind(gate), silu):
-            layout = found.gated_experts_layout(
+            layout = found.experts_layout(
                 self.num_experts, gate, down, self._dtype, target, self._gating
             )
         else:

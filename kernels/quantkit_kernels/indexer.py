@@ -3,9 +3,9 @@ token attends to.
 
 score(t, s) = sum over heads h of weight[t, h] relu(q[t, h] . k[s]), in float32; a token attends to
 the `topk` tokens with the highest scores among 0 .. its own position, the first of equal ones.
-Keys may be FP8 codes with a scale for each token, as in DeepSeek-V3.2's own inference code: a Hadamard
-matrix then spreads keys and q over their channels first, q is rounded likewise, with a scale for each
-token and head, and codes are multiplied.
+Keys may be FP8 codes with a scale for each token, as in DeepSeek-V3.2's own inference code: a
+Hadamard matrix then spreads keys and q over their channels first, q is rounded likewise, with a
+scale for each token and head, and codes are multiplied.
 Symbols: T tokens, H heads, D channels of a head, R of them rotated.
 """
 
@@ -89,8 +89,8 @@ def index_topk(
 ) -> TopTokens:
     """The tokens that each of T tokens attends to, min(topk, tokens in a row of the table) at most.
 
-    q float [T, H, D], of `index_prepare`; weights float32 [T, H], with every constant factor; positions int64
-    [T] of the tokens.
+    q float [T, H, D], of `index_prepare`; weights float32 [T, H], with every constant factor;
+    positions int64 [T] of the tokens.
     """
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
     tokens, heads, width = q.shape

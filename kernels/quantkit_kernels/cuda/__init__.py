@@ -30,7 +30,7 @@ from quantkit_kernels.cuda.operators import (
     route,
     silu_and_mul,
 )
-from quantkit_kernels.gating import Gating
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention import prefill
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, takes_selected
@@ -104,22 +104,17 @@ def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) ->
     return None
 
 
+def computes_gates(kind: str, silu: bool) -> bool:
+    """As `backends.computes_gates`."""
+    return silu and kind != "dense"
+
+
 def experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
-) -> CudaExpertsLayout:
-    return CudaExpertsLayout(num_experts, gate, dtype, device)
-
-
-UNGATED_KINDS, SILU_ALONE = ("dense",), True
-"""`gated_experts_layout` takes gates that are SiLU, clamped, and no biases."""
-
-
-def gated_experts_layout(
     num_experts: int,
     gate: Weight,
     down: Weight,
     dtype: torch.dtype,
     device: torch.device,
-    gating: Gating,
+    gating: Gating = SILU,
 ) -> CudaExpertsLayout:
     return CudaExpertsLayout(num_experts, gate, dtype, device, gating)

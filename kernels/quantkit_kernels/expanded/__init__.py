@@ -23,19 +23,18 @@ def unusable(
     return None if operator.startswith(("linear_", "experts_")) else "holds weights only"
 
 
+def computes_gates(kind: str, silu: bool) -> bool:
+    """As `backends.computes_gates`."""
+    return True
+
+
 def experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
-) -> ExpertsLayout:
-    return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
-
-
-def gated_experts_layout(
     num_experts: int,
     gate: Weight,
     down: Weight,
     dtype: torch.dtype,
     device: torch.device,
-    gating: Gating,
+    gating: Gating = SILU,
 ) -> ExpertsLayout:
     if why_not_grouped(gate, down, dtype, device) is None:
         return ExpandedLayout(num_experts, gate, dtype, device, gating)

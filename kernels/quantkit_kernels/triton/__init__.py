@@ -111,28 +111,22 @@ def _why_no_triton() -> str | None:
     return None
 
 
+def computes_gates(kind: str, silu: bool) -> bool:
+    """As `backends.computes_gates`."""
+    return kind != "dense"
+
+
 def experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
-) -> ExpertsLayout:
-    if kind(gate) == "dense":
-        announce(device)
-        return DenseExpertsLayout(num_experts, gate, dtype, device)
-    return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
-
-
-UNGATED_KINDS = ("dense",)
-"""Experts of which only silu(gate) * up is computed by a layer's kernels."""
-
-
-def gated_experts_layout(
     num_experts: int,
     gate: Weight,
     down: Weight,
     dtype: torch.dtype,
     device: torch.device,
-    gating: Gating,
+    gating: Gating = SILU,
 ) -> ExpertsLayout:
     announce(device)
+    if kind(gate) == "dense":
+        return DenseExpertsLayout(num_experts, gate, dtype, device)
     if not gating.is_formula:
         return LoopLayout(num_experts, linear, dtype, device, "triton", gating)
     return TritonExpertsLayout(num_experts, gate, dtype, device, gating)

@@ -31,7 +31,7 @@ from quantkit_kernels.cuda.plans import (
     sorted_plan,
 )
 from quantkit_kernels.experts import Experts, ExpertsLayout
-from quantkit_kernels.gating import SILU, Gating
+from quantkit_kernels.gating import Gating
 from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -196,7 +196,7 @@ class CudaExpertsLayout(ExpertsLayout):
         gate: Weight,
         dtype: torch.dtype,
         device: torch.device,
-        gating: Gating = SILU,
+        gating: Gating,
     ) -> None:
         assert gating.is_silu, gating
         self._limit = gating.limit or 0.0
