@@ -101,6 +101,7 @@ def test_keys_and_values_have_the_precision_of_the_tokens(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_sketch_is_of_what_the_stream_will_be(bias):
+    torch.manual_seed(0)
     w, x, hidden = torch.randn(2048, 96), torch.randn(500, 96), torch.randn(500, 2048)
     b = torch.randn(2048) if bias else torch.zeros(2048)
     signs = (2.0 * torch.randint(0, 2, (256, 2048)) - 1) / 2048**0.5
