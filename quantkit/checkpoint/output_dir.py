@@ -33,6 +33,7 @@ from typing import Any
 from quantkit.checkpoint.journal import check_unlocked, journal_files, lock_path, read_fingerprint
 from quantkit.common.atomic_write import is_unfinished, new_file, sync_folder
 from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.common.result import JsonObject
 from quantkit.common.sizes import format_bytes
 
@@ -59,6 +60,13 @@ def read_manifest(directory: Path) -> JsonObject:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return manifest if valid else {}
+
+
+def read_report(directory: Path) -> JsonObject:
+    """report.json of an output of `quantize`; empty for any other directory. Raises QuantkitError
+    for one that is no JSON object."""
+    path = directory / "report.json"
+    return read_json(path, LARGEST) if read_manifest(directory) and is_there(path) else {}
 
 
 def complete_manifest(directory: Path, run: Mapping[str, str]) -> JsonObject:

@@ -31,13 +31,16 @@ def inspect(
     json_: AsJson = False,
 ) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and
-    whether an engine loads it."""
+    whether an engine loads it. Exits 1 if that engine does not."""
     from quantkit import api
 
     about = api.inspect(model, engine=engine)
     if json_:
-        return print_json(about.to_json())
-    console.show(about)
+        print_json(about.to_json())
+    else:
+        console.show(about)
+    refused = any(problem.severity == "error" for problem in about.problems or ())
+    raise typer.Exit(1 if refused else 0)
 
 
 def check(

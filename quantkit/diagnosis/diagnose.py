@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from quantkit.calibrate.recipe import RotationKind
 from quantkit.checkpoint.hub import find_local
+from quantkit.checkpoint.output_dir import read_report
 from quantkit.checkpoint.reader import Checkpoint, HeaderCheckpoint, open_headers
 from quantkit.common.errors import QuantkitError
+from quantkit.common.settings import checked
 from quantkit.diagnosis import Findings
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
 from quantkit.diagnosis.description import Description, describe
@@ -32,6 +36,7 @@ from quantkit.engines.profiles import find_engine
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization import pruning
+from quantkit.quantization.rotation import has_head, open_rotated
 
 Depth = Literal["headers", "tensors", "behaviour"]
 DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
@@ -199,9 +204,8 @@ def _check_behaviour(
     try:
         checkpoint = Checkpoint(survey.path, survey.config, survey.side, survey.tensors)
         check_stored(checkpoint, [row for row in read_model(checkpoint).rows if not row.mtp])
-        errors, kl = compare_behaviour(
-            checkpoint, open_headers(source), documents, diagnosis.findings
-        )
+        theirs = _open_source(source, diagnosis)
+        errors, kl = compare_behaviour(checkpoint, theirs, documents, diagnosis.findings)
     except QuantkitError as fault:
         if (
             diagnosis.findings.verdict != "bad" and examined.description.readable
@@ -209,6 +213,28 @@ def _check_behaviour(
             diagnosis.findings.add("not-loadable", str(survey.path), fault.problem, fault.remedy)
         return
     diagnosis.sublayers, diagnosis.kl = errors, kl
+
+
+class _Rotations(BaseModel):
+    """Of the recipe in a report.json."""
+
+    rotation: tuple[RotationKind, ...] = ()
+    seed: int = 0
+
+
+def _open_source(source: str, diagnosis: Diagnosis) -> Checkpoint:
+    """The source as the checkpoint was made from it: rotated as its report.json says, and a tied
+    head a tensor if the checkpoint has one."""
+    examined, theirs = diagnosis.examined, diagnosis.source
+    path = examined.survey.path
+    said = read_report(path).get("recipe", {})
+    recipe = checked(said, _Rotations, str(path / "report.json"), "check it without --source")
+    rows = [] if theirs is None else theirs.structure.rows
+    untie = bool(rows) and has_head(examined.structure.rows) and not has_head(rows)
+    checkpoint = open_headers(source)
+    if not recipe.rotation and not untie:
+        return checkpoint
+    return open_rotated(checkpoint, recipe.rotation, recipe.seed, untie=untie)
 
 
 @torch.inference_mode()
@@ -221,7 +247,8 @@ def check_tensors(
     check = TensorCheck(survey, examined.structure, description, findings)
     comparison = None
     if source is not None and find_local(source) is not None:
-        comparison = SourceComparison(source, survey, examined.structure, description, findings)
+        theirs = _open_source(source, diagnosis)
+        comparison = SourceComparison(theirs, survey, examined.structure, description, findings)
     owner = {
         name: module for module, linear in description.linears.items() for name in linear.tensors
     }

@@ -6,10 +6,9 @@ from collections.abc import Set
 from dataclasses import asdict, dataclass
 
 from quantkit.checkpoint.check import CACHE_SCALES
-from quantkit.checkpoint.output_dir import MANIFEST
+from quantkit.checkpoint.output_dir import read_report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
-from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.common.result import JsonObject, Result
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.cache_scales import find_fp8_cache
@@ -147,10 +146,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
 
 def _own_scheme(checkpoint: Checkpoint) -> str | None:
     """As report.json of quantkit's own output says; tensors do not show the methods."""
-    path = checkpoint.path / "report.json"
-    if not checkpoint.has_weights or not is_there(checkpoint.path / MANIFEST) or not is_there(path):
-        return None
-    scheme = read_json(path, LARGEST).get("scheme")
+    scheme = read_report(checkpoint.path).get("scheme") if checkpoint.has_weights else None
     return scheme if isinstance(scheme, str) else None
 
 

@@ -258,8 +258,9 @@ def _compare_configs(
     bos, source_bos = (values.config.get("bos_token_id") for values in (survey, source))
     if type(bos) is int and type(source_bos) is int and bos != source_bos:
         differ.append(("bos_token_id", bos, source_bos))
-    # A missing MTP layer is found by its tensors.
+    # Found by their tensors: a missing MTP layer, and a head with a tensor of its own.
     differ = [entry for entry in differ if entry[0] != "num_nextn_predict_layers"]
+    differ = [entry for entry in differ if entry != ("tie_word_embeddings", False, True)]
     if differ:
         evidence = ", ".join(
             f"{key} {_short(ours)} (source {_short(theirs)})" for key, ours, theirs in differ

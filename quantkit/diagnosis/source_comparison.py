@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Axis
-from quantkit.checkpoint.reader import Checkpoint, open_headers
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis import Findings
 from quantkit.diagnosis.description import Description
 from quantkit.diagnosis.measures import ORDERS, reordered
@@ -80,14 +80,13 @@ class SourceComparison:
 
     def __init__(
         self,
-        source: str,
+        source: Checkpoint,
         survey: Survey,
         structure: Structure,
         description: Description,
         findings: Findings,
     ) -> None:
-        self.checkpoint: Checkpoint = open_headers(source)
-        self.survey, self.structure = survey, structure
+        self.checkpoint, self.survey, self.structure = source, survey, structure
         self.description, self.findings = description, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
         self.gain_offsets = {

@@ -221,6 +221,13 @@ def test_quantize_for_an_engine(tiny_checkpoint, tmp_path, case):
     assert (about["format"], about["missing"], about["mtp_layers"]) == (format_name, [], 1)
 
 
+def test_inspect_exits_with_1_where_the_engine_does_not_load_it():
+    for engine, code in (("vllm", 0), ("omni-infer", 1)):
+        done = typed(f"inspect tiny-r1 --engine {engine} --json")
+        assert done.code == code
+        assert code == any(one["severity"] == "error" for one in done.json["problems"])
+
+
 @pytest.mark.parametrize("option", ["--prompt-lookup", "--draft-length"])
 def test_more_guesses_than_a_step_can_choose_from_are_refused(option):
     """With 100,000 a server answered nobody: it chose how many to make."""

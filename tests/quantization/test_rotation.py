@@ -168,6 +168,35 @@ def test_a_check_takes_gains_that_were_folded_for_no_fault(tmp_path):
     assert not found.has("scales-absurd", "copies-differ"), found.to_json()
 
 
+@pytest.mark.parametrize("kinds", [("residual", "values"), ("residual", "down"), ("down",)])
+def test_a_check_compares_with_the_source_rotated_alike(tmp_path, kinds):
+    """Of a model whose head is its embedding; what is not the source's is still found."""
+    source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
+    other = tied_tensors()
+    spoiled = "model.layers.1.mlp.up_proj"
+    other[f"{spoiled}.weight"] = torch.randn_like(other[f"{spoiled}.weight"].float()).bfloat16()
+    make_model.write_dense(tmp_path / "other", TIED, other)
+    recipe = Recipe(scheme="int8-a8w8c16", methods=(), rotation=kinds, seed=5)
+    quantized(source, tmp_path / "out", recipe)
+
+    def errors(against, depth="tensors"):
+        found = diagnose(str(tmp_path / "out"), source=str(against), depth=depth)
+        return [(one.name, one.where) for one in found.findings.found if one.severity == "error"]
+
+    assert errors(source, "behaviour") == []
+    assert errors(tmp_path / "other") == [("error-large", spoiled)]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    report["recipe"]["seed"] = 6
+    (tmp_path / "out/report.json").write_text(json.dumps(report))
+    assert [name for name, _ in errors(source)] == (
+        ["unlike-source"] if "residual" in kinds else []
+    )
+    report["recipe"]["rotation"] = ["sideways"]
+    (tmp_path / "out/report.json").write_text(json.dumps(report))
+    with refused("report.json"):
+        errors(source)
+
+
 def test_inputs_of_down_are_rotated_as_the_model_runs(tmp_path):
     """In int8: config.json says so as vLLM reads it, and what would leave it out is refused."""
     source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
