@@ -229,8 +229,8 @@ class ModelOptMxfp8(ModelOptFp8):
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> JsonObject:
-        inputs = self.activation_bits == 8
-        return modelopt.block("MXFP8", 8, MX_GROUP, quantized, unquantized, inputs=inputs)
+        dynamic = True if self.activation_bits == 8 else None
+        return modelopt.block("MXFP8", 8, MX_GROUP, quantized, unquantized, dynamic=dynamic)
 
     def extra_files(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized

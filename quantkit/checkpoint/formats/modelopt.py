@@ -97,8 +97,8 @@ class ModelOpt(Nvfp4):
     def config_block(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
     ) -> dict[str, Any]:
-        inputs = self.rounds_inputs
-        return block(self._algorithm, 4, FP4_GROUP, quantized, unquantized, inputs=inputs)
+        dynamic = False if self.rounds_inputs else None
+        return block(self._algorithm, 4, FP4_GROUP, quantized, unquantized, dynamic=dynamic)
 
     def extra_files(
         self, grid: Grid | None, quantized: Grids, unquantized: Unquantized
@@ -120,11 +120,12 @@ def block(
     quantized: Grids,
     unquantized: Unquantized,
     *,
-    inputs: bool,
+    dynamic: bool | None,
 ) -> dict[str, Any]:
-    """The description in config.json of floats in groups. inputs: they are described so, too."""
+    """The description in config.json of floats in groups. dynamic: whether inputs have all their
+    scales from the input itself; None where inputs are not quantized."""
     numbers = {"dynamic": False, "num_bits": bits, "type": "float", "group_size": group}
-    read = {"input_activations": numbers} if inputs else {}
+    read = {} if dynamic is None else {"input_activations": numbers | {"dynamic": dynamic}}
     return {
         "quant_method": "modelopt",
         "quant_algo": algorithm,
