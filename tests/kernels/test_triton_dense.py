@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from quantkit_kernels import prepare_dense, rms_norm, silu_and_mul
+from quantkit_kernels import cuda, prepare_dense, rms_norm, silu_and_mul
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.linear import laid_out
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
@@ -84,8 +84,7 @@ def test_small_weights(grid, dtype, monkeypatch):
         if isinstance(weight, Dense):
             weight = Dense(weight.weight.to(dtype))
         linear = laid_out("triton", weight, dtype, DEVICE)
-        assert linear.fuses(1) == (grid not in ("fp4", "w8a16-32"))
-        assert not linear.fuses(2)
+        assert linear.fuses(1) and not linear.fuses(2)
         x, both, residual = (torch.randn(1, width).to(dtype) for width in (k, 2 * k, n))
         gain = 1 + torch.rand(k)
         normed = rms_norm(x, gain, 1e-5, backend="reference")
@@ -111,6 +110,10 @@ def test_what_is_small():
     for shape in ((960, 576), (49, 1536), (3, 8)):
         assert cards.why_no_dense("sm_90", (shape,)) is None
         assert cards.why_no_dense("sm_80", (shape,)) is not None
+    for kind in ("int4", "int8", "fp4"):
+        assert cuda.leaves(f"linear_{kind}", ((576, 1536), (3072, 576)))
+        assert not cuda.leaves(f"linear_{kind}", ((576, 1536), (2048, 4096)))
+        assert not cuda.leaves(f"experts_{kind}", ((576, 1536),))
 
 
 @RUNS

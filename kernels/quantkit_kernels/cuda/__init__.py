@@ -89,8 +89,7 @@ def unusable(
 def leaves(operator: str, shapes: tuple[Shape, ...]) -> bool:
     """Whether "auto" takes the Triton backend where it can: of small weights its kernel computes
     what is around a product in the same launch."""
-    taken = operator in ("linear_int4", "linear_int8")
-    return taken and shapes != () and all(starmap(fits, shapes))
+    return operator.startswith("linear_") and shapes != () and all(starmap(fits, shapes))
 
 
 def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

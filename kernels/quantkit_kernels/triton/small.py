@@ -12,8 +12,7 @@ _TILE = 1 << 14
 """Numbers of a weight that a program holds."""
 _MOST, _WIDTHS = 1 << 21, (1024, 2048)
 """Numbers of a packed weight that is small, and widths of its rows as they are held: on an H200
-these were run. With FP4 and with groups of 32 codes of a byte the compiled kernel gives other
-numbers than the interpreter."""
+these were run."""
 _UNPACKED = 4
 PLAIN, GATED, NORMED = range(3)
 
@@ -24,10 +23,9 @@ def fits(n: int, k: int) -> bool:
 
 
 def is_small(packed: Packed, device: torch.device) -> bool:
-    """Whether `multiply_small` takes a weight: small, of a kind that it was run with, and on a card
-    where a weight can be read while the kernel before ends."""
-    ran = packed.kind in ("int4", "int8") or (packed.kind == "w8a16" and packed.group > 32)
-    return ran and fits(packed.n, packed.k) and architecture(device) in OVERLAPPED
+    """Whether `multiply_small` takes a weight: small, and on a card where a weight can be read while
+    the kernel before ends."""
+    return fits(packed.n, packed.k) and architecture(device) in OVERLAPPED
 
 
 def multiply_small(
@@ -50,7 +48,7 @@ def multiply_small(
         kind, group, columns = _UNPACKED, 0, 128
     y = torch.empty(1, n, dtype=dtype, device=x.device)
     width = max(128, power_of_two(k))
-    rows, warps = programs(n, width, codes.dtype, x.device)
+    rows, warps = programs(n, width, codes.dtype, columns, x.device)
     kernel[(-(-n // rows),)](
         x, x if gain is None else gain.contiguous(), codes, scales, factors,
         x if residual is None else residual.contiguous(), y, n, len(factors), k, eps,
@@ -62,11 +60,13 @@ def multiply_small(
     return y
 
 
-def programs(n: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Rows of W[n, k] and warps of a program. width: of a row as it is held; dtype: of codes. Of
-    SmolLM2 eight rows are the fastest on an H200 (docs/lab/linears.md); float32, of gates, is for
-    all multiprocessors to read."""
+def programs(
+    n: int, width: int, dtype: torch.dtype, columns: int, device: torch.device
+) -> tuple[int, int]:
+    """Rows of W[n, k] and warps of a program. width: of a row as it is held; dtype, columns: of
+    codes. Of SmolLM2 eight rows are the fastest on an H200, four where 32 codes of a byte lie side
+    by side (docs/lab/linears.md); float32, of gates, is for all multiprocessors to read."""
     if dtype == torch.float32 or width not in _WIDTHS:
         rows = power_of_two(max(1, n // (4 * multiprocessors(device))))
         return min(rows, max(1, _TILE // width)), 4
-    return 8, 8
+    return 4 if dtype == torch.int8 and columns == 32 else 8, 8
