@@ -25,15 +25,14 @@ from quantkit.calibrate.hidden_states import (
     HiddenStatePair,
     HiddenStates,
     TokenBatch,
-    mean_row_distance,
     no_experts,
 )
 from quantkit.calibrate.hidden_states import Observer as InputHook
 from quantkit.calibrate.input_statistics import (
     HELD_OUT_ROWS,
-    SAME_OUTPUT,
     OutputInputs,
     PartialRun,
+    adds_alone,
     enough,
 )
 from quantkit.calibrate.input_sums import (
@@ -51,7 +50,7 @@ from quantkit.calibrate.sublayer import LayerWeights, batch_product
 from quantkit.grids.base import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.tensor_cores import sample_linear, tensor_core_products
+from quantkit.quant.tensor_cores import tensor_core_products
 
 
 def observe_output_linears(
@@ -131,11 +130,7 @@ def observe_output_linears(
         if not added:
             o = outputs.original(only)
             o = o if scale is None else o * scale
-            y = sample_linear(o, tensors[f"{only}.weight"])
-            y = y + tensors.get(f"{only}.bias", torch.zeros((), device=y.device))
-            added.append(
-                y.shape == after.shape and mean_row_distance(y, after - before) < SAME_OUTPUT
-            )
+            added.append(adds_alone(only, tensors, o, after - before))
         return before - states.quantized.hidden[batches[-1].part] if added[0] else None
 
     def take(_: str, after: Tensor) -> None:
