@@ -82,8 +82,11 @@ class DeltaSpans(NamedTuple):
     @classmethod
     def of(cls, spans: Sequence[DeltaSpan], device: torch.device) -> "DeltaSpans":
         sequences, chunks = span_tables(spans)
-        both = torch.tensor([*sequences, *chunks], dtype=torch.int32).to(device)
-        return cls(spans, both[: len(sequences)].view(-1, 5), both[len(sequences) :].view(-1, 2))
+        # Both begin at a multiple of 16 bytes, or Triton compiles its kernels for every alignment.
+        gap = [0] * (-len(sequences) % 4)
+        both = torch.tensor([*sequences, *gap, *chunks], dtype=torch.int32).to(device)
+        first, _, second = both.split([len(sequences), len(gap), len(chunks)])
+        return cls(spans, first.view(-1, 5), second.view(-1, 2))
 
 
 def span_tables(spans: Sequence[DeltaSpan]) -> tuple[list[int], list[int]]:

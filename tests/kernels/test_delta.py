@@ -159,3 +159,13 @@ def test_prompts_and_steps(backend, dtype, name, poisoned_memory):
         starts = [start + 1 for start in starts]
     for own, one in zip(whole, found):
         assert distance(torch.cat(one), exact(own, weights)) < TOLERANCE[dtype]
+
+
+def test_tables_begin_where_triton_compiles_once():
+    """It asks of every pointer whether 16 divides it."""
+    for count in range(1, 6):
+        spans = DeltaSpans.of(
+            [DeltaSpan(place, 0, 40) for place in range(count)], torch.device("cpu")
+        )
+        assert (spans.chunks.data_ptr() - spans.sequences.data_ptr()) % 16 == 0
+        assert spans.chunks.tolist() == [[one, part] for one in range(count) for part in (0, 1)]

@@ -542,3 +542,15 @@ def test_on_hopper_products_are_by_wgmma(card):
         assert all("ex2.approx" in part for part in beside)
     # Blocks without a mask and with one, of both partitions; of a selection all have a mask.
     assert sorted(loops) == [2, *(4 for _ in loops[1:])]
+
+
+@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
+def test_a_decode_step_compiles_once_however_wide_its_table_is(card):
+    """A server would wait for each variant. Shares of 64, 33, 26, 16 and 4 are of four powers of
+    two."""
+    side = zeros(64, 64, 2, 256)
+    for rows, blocks in ((1, 128), (4, 130), (5, 129), (8, 130), (30, 144)):
+        pages = PagedKeys(side, side, zeros(rows, blocks, dtype=INTS), zeros(rows, dtype=INTS))
+        card.ask(gqa_decode, zeros(rows, 16, 256), pages, scale=1.0)
+    launched = [line.split()[2] for line in card.lines]
+    assert sorted(launched) == ["attend_cached:", *["merge:"] * 4], card.lines

@@ -28,7 +28,7 @@ def rotated_part(pe, cosines, sines, row, is_head, R: tl.constexpr, INTERLEAVED:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "splits"])
 def attend_cached(
     q, q_pe, cosines, sines, keys, values, k_pe, key_scales, value_scales, sinks, table, lengths,
     out, found,
@@ -153,7 +153,7 @@ def attend_cached(
         tl.store(found + to, largest + tl.log2(total), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge(
     partial,
     found,
