@@ -29,7 +29,8 @@ from quantkit.models.context import CausalContext
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.tokenizer.chat import ChatTokenizer
 
-TOKENS_A_PASS = 4096
+TOKENS_A_PASS = 32768
+"""All documents of a split at once: choosing an expert's tokens waits for the device."""
 JUDGED_TOKENS = 256
 """Of a document of a judge's held-out text: even documents tune, odd ones are final."""
 
@@ -186,12 +187,12 @@ def score(reference: list[tuple[Tensor, Tensor]], output: list[tuple[Tensor, Ten
         kl = (base.double().exp() * (base.double() - logs.double()))[:-1].sum()
         same = (base.argmax(-1) == logs.argmax(-1))[:-1].sum()
         alike = (
-            (theirs[..., :, None] == ours[..., None, :]).any(-1).float().mean()
+            (theirs[..., :, None] == ours[..., None, :]).any(-1).double().mean()
             if len(theirs)
-            else 1.0
+            else torch.ones_like(kl)
         )
-        rows.append((float(kl), float(same), len(base) - 1, float(alike)))
-    return Scores(*np.array(rows, dtype=np.float64).T)
+        rows.append(torch.stack((kl, same.double(), torch.full_like(kl, len(base) - 1), alike)))
+    return Scores(*torch.stack(rows).T.cpu().numpy())
 
 
 # --- table

@@ -294,6 +294,11 @@ def model_opt(source: Path, tokens: Path, recipe: str, out: Path) -> None:
 
 
 PEERS = {"llmcompressor": llm_compressor, "autoround": auto_round, "modelopt": model_opt}
+PACKAGES = {
+    "llmcompressor": "llmcompressor",
+    "autoround": "auto_round",
+    "modelopt": "modelopt.torch.quantization",
+}
 
 
 def main() -> None:

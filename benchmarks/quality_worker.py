@@ -5,6 +5,7 @@ one JSON line from its standard input and answers with one JSON line on its stan
 else is printed goes to LOG.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from core import parser
-from quality_peers import PEERS
+from quality_peers import PACKAGES, PEERS
 
 HEADROOMS = (1, 2, 4, 8)
 """Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with
@@ -52,6 +53,9 @@ def quantkit_runs() -> Callable[[Job], Job]:
 
 
 def peer_runs(kind: str) -> Callable[[Job], Job]:
+    """Its package is imported at once, while judges are still trained."""
+    importlib.import_module(PACKAGES[kind])
+
     def run(job: Job) -> Job:
         PEERS[kind](Path(job["source"]), Path(job["tokens"]), job["recipe"], Path(job["out"]))
         return {}
