@@ -154,6 +154,10 @@ def overridden_grids(
             )
         for module in named:
             grid = one.grid(start[module])
+            if start is outer and isinstance(grid, IntGrid):
+                outputs = next(row.shape[0] for row in rows if row.module == module)
+                if outputs % grid.rank_multiple(inputs=False):  # zero points are packed along them
+                    grid = grid.substitutes[-1]
             if grid is None:
                 found.pop(module, None)
             else:
@@ -190,8 +194,20 @@ def check_fits(
             raise QuantkitError(
                 f"{row.module} {list(row.shape)} cannot be {grid_label(grid)} in "
                 f"{allowed.format.name}, or its engine does not load that",
-                "give another override, --format compressed-tensors, or another --engine",
+                _size_remedy(row.shape[1], grid)
+                or "give another override, --format compressed-tensors, or another --engine",
             )
+
+
+def _size_remedy(inputs: int, grid: Grid) -> str:
+    """Which group size divides the input channels; empty where the grid's own does."""
+    if not grid.group_size or inputs % grid.group_size == 0:
+        return ""
+    size = next((size for size in GROUP_SIZES if inputs % size == 0), None)
+    if size is None:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        return f"none of {sizes} divides its {inputs} input channels: leave it in 16 bits"
+    return f"give group_size={size}, which divides its {inputs} input channels"
 
 
 def _matching(pattern: str, modules: Sequence[str]) -> list[str]:

@@ -221,9 +221,19 @@ def test_convert_keeps_a_rounded_head(untied, tmp_path):
     assert "lm_head" in block(tmp_path / "out")["config_groups"]["group_0"]["targets"]
 
 
+@pytest.mark.parametrize("scheme", ["rtn-w4a16", "fp8-w8a8"])
+def test_a_head_of_any_vocabulary_is_in_groups(scheme, tmp_path):
+    """Zero points are packed along the outputs, eight to a word."""
+    config = {**TIED, "tie_word_embeddings": False, "vocab_size": 321}
+    source = make_model.write_dense(tmp_path / "source", config, tied_tensors(config))
+    rounded(source, tmp_path / "out", "lm_head bits=4 group_size=32", scheme=scheme)
+    assert Checkpoint.open(tmp_path / "out").linears["lm_head"].grid == FOUR
+
+
 @pytest.mark.parametrize(
     ("overrides", "asked", "told"),
     [
+        (["lm_head bits=8 group_size=48"], {}, "give group_size=128, which divides its 256"),
         ([HEAD8], {"engine": "vllm-ascend", "scheme": "int8-a8w8c16"}, "lm_head .* cannot be int8"),
         (["lm_head scheme=fp8-block-w8a8"], {}, "lm_head .* cannot be fp8"),
         ([HEAD8, "model.embed_tokens bits=8"], {}, "embed_tokens .* cannot be int8 in"),
