@@ -331,12 +331,10 @@ def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devi
     """Refuse a scheme that saves nothing for a source that the engine loads unchanged."""
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
-        there = (
-            f"{format_bytes(planned.output_bytes)} are no fewer than the source's "
-            f"{format_bytes(planned.source_bytes)}"
-        )
         raise QuantkitError(
-            f"{there}, which {engine} loads as it is", "take a scheme of fewer bits"
+            f"the output saves less than {1 - LEAST_SAVED:.0%} of the source's "
+            f"{format_bytes(planned.source_bytes)}, which {engine} loads as it is",
+            "take a scheme of fewer bits",
         )
 
 

@@ -246,6 +246,7 @@ def test_refused_before_work(tiny_checkpoint, here, monkeypatch):
         "--devices cpu": "no terminal to ask on; give --yes",
         "--scheme w3 --yes": "scheme 'w3' is not known",
         "--devices cpu --engine vllm-ascend --yes": "vllm-ascend is not launched on",
+        "--devices 1xH100 --scheme fp8-w8a8 --yes": "saves less than 10% of the source's",
         "--score --tasks chess --yes": "chess",
     }
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
