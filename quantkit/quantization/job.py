@@ -429,9 +429,14 @@ def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
     """Raise QuantkitError if the scheme has an 8-bit cache that does not fit the model."""
     if scheme.cache is None:
         return
+    if inventory.by_name:
+        raise QuantkitError(
+            f"{scheme.name} has an {scheme.cache} cache, whose scales need an architecture with a "
+            "table, and quantkit has none of this model's",
+            WITHOUT_CACHE[scheme.cache],
+        )
     if (
-        inventory.by_name
-        or inventory.config.recurrent is not None
+        inventory.config.recurrent is not None
         or not supports_cache_scales(inventory.config.cache)
         or (scheme.cache == "fp8" and not isinstance(inventory.config.cache, KeyValueCache))
     ):

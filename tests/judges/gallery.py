@@ -44,7 +44,8 @@ UNLOADED = {
     "scheme": r"does not load|not routed experts|model has none of these",
     "model": r"is not known to run| loads \S+ in .* only|reads no scales of an int8 cache of",
     "config.json": r"^config.json has |in config.json, which it lacks",
-    "no such part": r"is for routed experts, and the model has none|this model keeps another",
+    "no such part": r"is for routed experts, and the model has none|this model keeps another|"
+    "need an architecture with a table",
 }
 """Why something is refused that no size decides."""
 OTHERS = [name for name in SCHEMES if name != "awq-w4a16"]

@@ -70,6 +70,12 @@ def test_tokens_and_logits_are_those_of_transformers(case, tmp_path):
         )
 
 
+def test_scales_of_a_cache_need_a_table(tmp_path):
+    source = written(peer_of("tanh"), tmp_path / "source")
+    with refused("int8 cache, whose scales need an architecture with a table"):
+        quantized(source, tmp_path / "out", Recipe(scheme="int8-a8w8c8"))
+
+
 @pytest.mark.parametrize("case", ["dynamic", "tanh", "latent-tied", "latent-biases"])
 def test_they_are_calibrated(case, tmp_path):
     source = written(peer_of(case), tmp_path / case)
