@@ -188,9 +188,11 @@ def check_fits(
     `base`, the scheme's, in smaller groups, as `fit_grids` chooses."""
     for row in rows:
         grid = grids.get(row.module)
+        if grid is None:
+            continue
         sizes = GROUP_SIZES if grid == base else ()
-        forms = () if grid is None else (grid, *(in_groups_of(grid, size) for size in sizes))
-        if forms and not any(allowed.holds(row, form) for form in forms):
+        forms = (grid, *(in_groups_of(grid, size) for size in sizes))
+        if not any(allowed.holds(row, form) for form in forms):
             raise QuantkitError(
                 f"{row.module} {list(row.shape)} cannot be {grid_label(grid)} in "
                 f"{allowed.format.name}, or its engine does not load that",
