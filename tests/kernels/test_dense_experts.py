@@ -6,8 +6,8 @@ import torch
 from kernel_weights import exact_experts, layer, placed, random_experts
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance
-from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts, sort_many_pairs
-from quantkit_kernels.triton.experts import sort_pairs
+from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts
+from quantkit_kernels.triton.experts import in_parts, sort_few_pairs, sort_many_pairs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT = 5
@@ -43,16 +43,19 @@ def test_sizes_that_fill_no_tile(hidden, intermediate, dtype):
 
 
 def test_more_pairs_than_are_computed_at_once(monkeypatch):
+    """Parts are of as many tokens each: one token would be computed by kernels of its own."""
     rng = torch.Generator().manual_seed(1)
     experts = made(random_experts("dense", COUNT, 64, 48, rng), torch.bfloat16)
-    x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
+    x = torch.randn(51, 64, generator=rng).bfloat16().to(DEVICE)
     ids, topk_weights = (
-        torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE),
-        torch.rand(50, 3, generator=rng).to(DEVICE),
+        torch.randint(COUNT, (51, 3), generator=rng).to(DEVICE),
+        torch.rand(51, 3, generator=rng).to(DEVICE),
     )
     whole = experts(x, ids, topk_weights)
-    monkeypatch.setattr("quantkit_kernels.triton.dense_experts.KEPT_BYTES", 32 * (4 * 64 + 2 * 48))
+    monkeypatch.setattr("quantkit_kernels.triton.experts.KEPT_BYTES", 32 * (4 * 64 + 2 * 48))
     assert torch.equal(experts(x, ids, topk_weights), whole)
+    sizes = in_parts(lambda part, *_: torch.tensor([len(part)]), x, ids, topk_weights, experts)
+    assert sizes.tolist() == [9, 9, 9, 9, 9, 6]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch):
 def test_many_pairs_are_sorted_as_few_are(tokens, top_k, count, tile):
     rng = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, count, generator=rng).topk(top_k).indices.to(DEVICE)
-    found, expected = (sort(ids, count, tile) for sort in (sort_many_pairs, sort_pairs))
+    found, expected = (sort(ids, count, tile) for sort in (sort_many_pairs, sort_few_pairs))
     assert torch.equal(found.tile_expert, expected.tile_expert)
     used = expected.tile_expert >= 0
     assert torch.equal(found.tile_count[used], expected.tile_count[used])

@@ -160,6 +160,8 @@ def ask(experts, *given, plan=None):
             )
             for grid, tokens in (("int4-asym-32", 20), ("int4-sym-128", 1))
         ),
+        # Of many tokens, whose results are rounded before they are added up.
+        ("fp4", 20, 2, 256, ExpertsPlan(*[LinearPlan(64, 128, 1, 4, 3)] * 2)),
         # Programs share K: gate and up are each added up.
         ("int4-asym-64", 1, 1, 128 * 15, None),
         ("int8", 1, 1, 128 * 15, None),

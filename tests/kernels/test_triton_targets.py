@@ -81,9 +81,9 @@ from quantkit_kernels.codes import empty_index_keys, empty_keys, empty_latents  
 from quantkit_kernels.gating import SILU  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
-from quantkit_kernels.triton.dense_experts import MANY_PAIRS  # noqa: E402
 from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
 from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
+from quantkit_kernels.triton.experts import MANY_PAIRS  # noqa: E402
 from quantkit_kernels.triton.small import multiply_small  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.experts import Experts, StackedLayout
-from quantkit_kernels.pairs import Slots, empty_slots
+from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
 from quantkit_kernels.triton.experts import in_parts, sort_pairs
@@ -47,14 +47,6 @@ x 14336 and 32 of 2880 x 1440; the last two of 14 with 1024 to 8192 tokens of th
 _WIDE = ("sm_90",)
 """Cards whose matrix instructions read both operands from shared memory: with registers for them,
 256 rows of down do not fit elsewhere."""
-MANY_PAIRS = 8192
-"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose
-programs read all."""
-_SORTED, _LOOKED_AT = 256, 32
-"""Pairs of a program that sorts; how many of them, and of programs, it looks at at once."""
-KEPT_BYTES = 1 << 30
-"""Of pairs that are computed at once, between the launches. Each part reads all experts and leaves
-tiles half empty: 8192 tokens of Qwen3-30B-A3B, 0.6 GB, are one."""
 
 
 class DenseExperts(Experts):
@@ -71,15 +63,11 @@ class DenseExperts(Experts):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         each = topk_ids.numel() / self.num_experts
         plan = next(plan for plan in PLANS if each <= plan.most)
-        kept = 4 * self.hidden + 2 * self.intermediate
-        return in_parts(
-            partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, max(1, KEPT_BYTES // kept)
-        )
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, self)
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: DensePlan) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        sort = sort_pairs if pairs < MANY_PAIRS else sort_many_pairs
-        slots = sort(topk_ids, self.num_experts, plan.pairs)
+        slots = sort_pairs(topk_ids, self.num_experts, plan.pairs)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._multiply(x, self.gate_up, between, slots, plan, top_k=top_k)
         weighed = torch.empty(
@@ -114,27 +102,6 @@ class DenseExperts(Experts):
             STAGES=min(plan.stages, shared_bytes(name) // step),
             num_warps=plan.warps, **overlapped(x.device),
         )  # fmt: skip
-
-
-def sort_many_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
-    """As `sort_pairs`."""
-    from quantkit_kernels.triton.dense_sort_kernel import count_pairs, place_pairs
-
-    pairs, how = topk_ids.numel(), overlapped(topk_ids.device)
-    slots = empty_slots(topk_ids, num_experts, tokens)
-    blocks, tiles, experts = (
-        -(-pairs // _SORTED),
-        slots.tile_count.numel(),
-        max(2, rows.power_of_two(num_experts)),
-    )
-    counts = torch.empty(blocks, experts, dtype=torch.int32, device=topk_ids.device)
-    count_pairs[(blocks,)](topk_ids, pairs, counts, EXPERTS=experts, BLOCK=_SORTED, **how)
-    place_pairs[(blocks,)](
-        topk_ids, pairs, counts, blocks, *slots, tiles,
-        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED,
-        TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
-    )  # fmt: skip
-    return slots
 
 
 class DenseExpertsLayout(StackedLayout):

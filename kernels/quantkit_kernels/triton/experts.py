@@ -28,9 +28,17 @@ from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, ChosenExperts, Packe
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
-MOST_PAIRS = 16384
-"""Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair
-(R1)."""
+KEPT_BYTES = 1 << 30
+"""Of pairs that are computed at once, between the launches. Each part reads all experts and leaves
+tiles half empty: 8192 tokens of gpt-oss-20b and of Qwen3-30B-A3B, 0.6 GB, are one."""
+MANY_PAIRS = 8192
+"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose
+programs read all."""
+_SORTED, _LOOKED_AT = 256, 32
+"""Pairs of a program that sorts; how many of them, and of programs, it looks at at once."""
+_ROUNDED_TILE = 128
+"""From tiles of so many tokens on a pair's result is rounded before it is added to those of its
+token, as is written and read then in half of the time."""
 
 
 class TritonExperts(Experts):
@@ -57,7 +65,7 @@ class TritonExperts(Experts):
             self.hidden,
             topk_ids.numel() / self.num_experts,
         )
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, MOST_PAIRS)
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, self)
 
     def by_plan(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0
@@ -87,7 +95,10 @@ class TritonExperts(Experts):
             top_k=top_k,
             gating=self.gating,
         )
-        weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
+        rounded = plan.down.tokens >= _ROUNDED_TILE
+        weighed = torch.empty(
+            pairs, self.hidden, dtype=self.dtype if rounded else torch.float32, device=x.device
+        )
         codes, scale = self._quantized(between)
         multiply(
             self.down,
@@ -112,11 +123,13 @@ def in_parts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    most: int,
+    experts: Experts,
 ) -> Tensor:
-    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of `most` pairs at a
-    time."""
-    tokens = max(1, most // topk_ids.shape[1])
+    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], in as few parts as
+    keep to KEPT_BYTES, of as many tokens each: a last part of one token has kernels of its own."""
+    pairs = KEPT_BYTES // (4 * experts.hidden + 2 * experts.intermediate)
+    most = max(1, pairs // topk_ids.shape[1])
+    tokens = -(-len(x) // -(-len(x) // most))
     parts = zip(
         x.contiguous().split(tokens),
         topk_ids.contiguous().split(tokens),
@@ -128,6 +141,12 @@ def in_parts(
 
 def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`."""
+    sort = sort_few_pairs if topk_ids.numel() < MANY_PAIRS else sort_many_pairs
+    return sort(topk_ids, num_experts, tokens)
+
+
+def sort_few_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
+    """As `sort_pairs`, in one launch."""
     from quantkit_kernels.triton.experts_kernel import sort_pairs as kernel
 
     pairs = topk_ids.numel()
@@ -145,6 +164,27 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
         BLOCK=block,
         **how,
     )
+    return slots
+
+
+def sort_many_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
+    """As `sort_pairs`, in two."""
+    from quantkit_kernels.triton.dense_sort_kernel import count_pairs, place_pairs
+
+    pairs, how = topk_ids.numel(), overlapped(topk_ids.device)
+    slots = empty_slots(topk_ids, num_experts, tokens)
+    blocks, tiles, experts = (
+        -(-pairs // _SORTED),
+        slots.tile_count.numel(),
+        max(2, rows.power_of_two(num_experts)),
+    )
+    counts = torch.empty(blocks, experts, dtype=torch.int32, device=topk_ids.device)
+    count_pairs[(blocks,)](topk_ids, pairs, counts, EXPERTS=experts, BLOCK=_SORTED, **how)
+    place_pairs[(blocks,)](
+        topk_ids, pairs, counts, blocks, *slots, tiles,
+        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED,
+        TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
+    )  # fmt: skip
     return slots
 
 
