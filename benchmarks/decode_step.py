@@ -1,10 +1,10 @@
 """A captured decode step on one device, by concurrency and context, against the bytes it must read:
-one tensor-parallel rank of DeepSeek-R1 or V3.2, or another model whole.
+one tensor-parallel rank of DeepSeek-R1, V3.2 or GLM-5, or another model whole.
 
-    python benchmarks/decode_step.py [--model r1|deepseek-v3.2|deepseek-v4-flash|qwen3-8b|...] [--tp 4]
+    python benchmarks/decode_step.py [--model r1|deepseek-v3.2|glm-5|qwen3-8b|...] [--tp 4]
         [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192]
-        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N] [--experts N] [--parts]
-        [--out FILE.json]
+        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N]
+        [--experts N] [--parts] [--out FILE.json]
     python benchmarks/decode_step.py --tiny            the same on a CPU in seconds, with small sizes: a test of the script
 
 Weights are made up (made_weights.py), each layer with memory of its own, so that a step streams
@@ -32,6 +32,7 @@ import torch
 from core import Spread, measured, numbers, parser, words
 from made_weights import (
     DEEPSEEK_V4_FLASH,
+    GLM_5,
     QWEN3_8B,
     QWEN3_30B_A3B,
     QWEN3_NEXT_80B,
@@ -75,6 +76,7 @@ from quantkit.models.mlp import MoeMlp
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "r1": (deepseek_v3, R1),
     "deepseek-v3.2": (deepseek_v32, V32),
+    "glm-5": (find_architecture({"model_type": "glm_moe_dsa"}), GLM_5),
     "deepseek-v4-flash": (find_architecture({"model_type": "deepseek_v4"}), DEEPSEEK_V4_FLASH),
     "qwen3-8b": (qwen3, QWEN3_8B),
     "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B),
@@ -478,7 +480,7 @@ class _Tiny(argparse.Action):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", choices=MODELS, default="r1")
-    options.add_argument("--tp", type=int, default=4, help="ranks of R1 or V3.2; this is one")
+    options.add_argument("--tp", type=int, default=4, help="ranks of R1, V3.2, GLM-5; this is one")
     options.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
     options.add_argument("--context", type=numbers, default=[640])
     options.add_argument("--prefill", type=numbers, default=[128])

@@ -1,5 +1,5 @@
 """Weights of published shapes made up on the device, as one tensor-parallel rank holds them:
-DeepSeek-R1's, V3.2's and V4-Flash's, Qwen3's, SmolLM2's.
+DeepSeek-R1's, V3.2's and V4-Flash's, GLM-5's, Qwen3's, SmolLM2's.
 
 AWQ's grid: int4, groups of 128 where inputs divide so, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
 not quantized. Codes and scales are random and are laid out by the kernels' own `prepare`. The
@@ -65,6 +65,23 @@ V32: dict[str, Any] = R1 | {
     "index_topk": 2048,
     "index_n_heads": 64,
     "index_head_dim": 128,
+}
+GLM_5: dict[str, Any] = V32 | {
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 202752,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
 }
 TINY: dict[str, Any] = R1 | {
     "vocab_size": 512,

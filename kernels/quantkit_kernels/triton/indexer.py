@@ -1,6 +1,9 @@
 """Launches of indexer_kernel.py. What the kernels cannot take, float32 queries above all, the
 reference computes."""
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,23 @@ _MANY, _FEW, _CODED = (8, 2), (4, 3), (8, 3)
 """Warps and stages of many programs, as of prompts, and of few: on an H200 the first take 0.92 of the
 second's time for 8192 tokens, and 64 or 256 rows or keys are slower. Over codes a thread of four
 warps has too few registers for its share of queries."""
+
+
+class PromptCut(NamedTuple):
+    """Of index_wgmma_kernel.py. parts: partitions of a program; registers: of a thread of all but
+    the first; stages: places for blocks of keys."""
+
+    parts: int
+    registers: int
+    stages: int
+
+
+_CUTS = {False: PromptCut(4, 112, 4), True: PromptCut(4, 112, 8)}
+"""Of keys in 16 bits, and of codes."""
+_BLOCK = 64
+"""Keys of a block of these programs."""
+_SETUP = 8
+"""Blocks of keys that are scored in the time in which a program begins."""
 _SEGMENT = 8192
 """Scores among which a program selects; those of longer texts are selected from what it left."""
 _AT_ONCE = 1024
@@ -99,8 +119,17 @@ def _scores(
     page, coded = keys.shape[1], isinstance(cache, CodedIndexKeys)
     seen = table.shape[1] * page
     scores = torch.empty(tokens, seen, dtype=torch.float32, device=q.device)
-    together = max(1, _ROWS // heads) if len(table) == 1 else 1
+    together = min(max(1, _ROWS // heads), power_of_two(tokens)) if len(table) == 1 else 1
     programs = -(-tokens // together)
+    if (
+        architecture(q.device) == "sm_90"
+        and len(table) == 1
+        and programs >= multiprocessors(q.device)
+        and page % _BLOCK == 0
+        and width in (64, 128)
+    ):
+        _score_prompts(q, weights, cache, table, positions, scores)
+        return scores
     splits = max(1, min(2 * multiprocessors(q.device) // programs, -(-seen // _KEYS)))
     many = programs >= multiprocessors(q.device)
     warps, stages = _CODED if coded else _MANY if many else _FEW
@@ -112,6 +141,52 @@ def _scores(
         **overlapped(q.device),
     )  # fmt: skip
     return scores
+
+
+def _score_prompts(
+    q: Tensor, weights: Tensor, cache: IndexKeys, table: Tensor, positions: Tensor, scores: Tensor
+) -> None:
+    """`_scores` of many tokens of one sequence, on Hopper."""
+    from quantkit_kernels.triton.index_wgmma_kernel import prompt_scores as kernel
+
+    (tokens, heads, width), coded = q.shape, isinstance(cache, CodedIndexKeys)
+    cut = _CUTS[coded]
+    keys, scales = cache if isinstance(cache, CodedIndexKeys) else (cache, scores)
+    programs, blocks = -(-tokens * heads // (_ROWS * cut.parts)), scores.shape[1] // _BLOCK
+
+    def waves(splits: int) -> int:
+        return -(-programs * splits // multiprocessors(q.device))
+
+    splits = min(range(1, 17), key=lambda count: waves(count) * (blocks / count + _SETUP))
+    kernel[(splits, programs)](
+        q, weights, _tiles(keys.flatten(0, 1)), _tiles(scales.flatten()) if coded else scores,
+        table, positions, scores, tokens, table.shape[1], scores.shape[1],
+        H=heads, D=width, PARTS=cut.parts, PAGE=keys.shape[1], STAGES=cut.stages, CODED=coded,
+        REGISTERS=cut.registers, num_warps=4, **overlapped(q.device),
+    )  # fmt: skip
+
+
+def _tiles(side: Tensor) -> Any:
+    """Rows, or numbers, as TMA copies a block of them."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    box = [_BLOCK, *side.shape[1:]]
+    layout = _layout(tuple(box), side.dtype)
+    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)
+
+
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Of a tile in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    types = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for(list(box), types[dtype])
 
 
 def _select(scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens) -> None:

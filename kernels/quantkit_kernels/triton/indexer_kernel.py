@@ -5,9 +5,9 @@ highest scores of a row, by a threshold that is found by counting."""
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.codes_kernel import FP8_CODES, decoded, encoded, nearest_code, scale_of
+from quantkit_kernels.triton.codes_kernel import FP8_CODES, decoded, nearest_code
 from quantkit_kernels.triton.rope_kernel import partner_of
-from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import INTERPRETED, dot, rounded, wait_for_input
 
 
 @triton.jit
@@ -54,8 +54,10 @@ def index_prepare(
         if CODED:
             spread = tl.sum(rotated_key[:, None] * signs, 0) * D**-0.5
             spread = rounded(spread, k.dtype.element_ty).to(tl.float32)
-            scale = power_above(scale_of(tl.max(tl.abs(spread), 0), FP8_CODES))
-            tl.store(to, encoded(spread, scale, FP8_CODES))
+            unit = unit_of(tl.max(tl.abs(spread), 0))
+            scale = unit.to(tl.float32, bitcast=True)
+            inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)
+            tl.store(to, nearest_code(spread * inverse, FP8_CODES))
             tl.store(scales + slot, scale)
         else:
             tl.store(to, rounded(rotated_key, keys.dtype.element_ty), mask=inside)
@@ -95,15 +97,18 @@ def index_scores(
     TYPE: tl.constexpr = q.dtype.element_ty
     if CODED:
         wide = query.to(tl.float32)
-        unit = power_above(scale_of(tl.max(tl.abs(wide), 1), FP8_CODES))
-        weight *= unit
-        inverse = 0x7F000000 - unit.to(tl.int32, bitcast=True)  # of a power of two, exactly
-        query = nearest_code(wide * inverse.to(tl.float32, bitcast=True)[:, None], FP8_CODES)
-        if FP8:  # keys by the pointer's type, so that loads are issued ahead
-            query = query.to(tl.float8e4nv, bitcast=True)
+        unit = unit_of(tl.max(tl.abs(wide), 1))
+        weight *= unit.to(tl.float32, bitcast=True)
+        inverse = (0x7F000000 - unit).to(tl.float32, bitcast=True)  # of a power of two, exactly
+        wide *= inverse[:, None]
+        if not FP8:
+            query = decoded(nearest_code(wide, FP8_CODES), FP8_CODES, TYPE)
+        else:  # keys by the pointer's type, so that loads are issued ahead
             keys = keys.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        else:
-            query = decoded(query, FP8_CODES, TYPE)
+            if INTERPRETED:
+                query = nearest_code(wide, FP8_CODES).to(tl.float8e4nv, bitcast=True)
+            else:
+                query = wide.to(tl.float8e4nv)
     token = first + tl.arange(0, TOKENS)
     position = tl.load(positions + token, mask=token < tokens, other=-1).to(tl.int32)
     seen = tl.minimum(tl.max(position, 0) + 1, table_width * PAGE)
@@ -127,10 +132,11 @@ def index_scores(
 
 
 @triton.jit
-def power_above(scale):
-    """The least power of two that is not below a positive number."""
-    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-    return bits.to(tl.float32, bitcast=True)
+def unit_of(largest):
+    """The bits of what code 1 of FP8 is worth for numbers up to `largest`, float32: the least power
+    of two that is not below largest / 448 and 1e-10."""
+    bits = largest.to(tl.int32, bitcast=True)  # 448 = 1.75 * 2^8
+    return tl.maximum(((bits + 0x1FFFFF) & 0x7F800000) - 0x04000000, 0x2F000000)
 
 
 @triton.jit
