@@ -133,12 +133,12 @@ def _scores(
     splits = max(1, min(2 * multiprocessors(q.device) // programs, -(-seen // _KEYS)))
     many = programs >= multiprocessors(q.device)
     warps, stages = _CODED if coded else _MANY if many else _FEW
+    fp8 = coded and architecture(q.device) in _FP8 and width >= 32  # of an instruction
     kernel[(programs, splits)](
         q, weights, keys, scales, table, positions, scores, tokens,
         0 if len(table) == 1 else table.shape[1], table.shape[1], seen,
         H=heads, D=width, TOKENS=together, PAGE=page, KEYS=_KEYS, STAGES=stages,
-        CODED=coded, FP8=coded and architecture(q.device) in _FP8, num_warps=warps,
-        **overlapped(q.device),
+        CODED=coded, FP8=fp8, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return scores
 
