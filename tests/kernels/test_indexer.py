@@ -119,6 +119,35 @@ def test_the_highest_scores_are_selected(
 
 
 @pytest.mark.parametrize("in_codes", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(64, 128), (32, 64)])
+@pytest.mark.parametrize(("backend", "dtype"), backends_of("index_topk"))
+def test_prompts(backend, dtype, heads, width, in_codes):
+    """Many tokens of one sequence after a context: on Hopper a kernel of its own."""
+    torch.manual_seed(3)
+    device, page, topk = device_of(backend), 64, 100
+    tokens, context = (1111, 700) if device.type == "cuda" else (9, 150)
+    blocks = -(-(tokens + context) // page)
+    keys = torch.randn(blocks, page, width, device=device).to(dtype)
+    table = torch.randperm(blocks, device=device)[None].int()
+    positions = torch.arange(tokens, device=device) + context
+    q = torch.randn(tokens, heads, width, device=device).to(dtype)
+    weights = torch.randn(tokens, heads, device=device)
+    cached = coded(keys) if in_codes else keys
+    found = index_topk(q, weights, IndexPages(cached, table), positions, topk, backend=backend)
+    if in_codes:
+        keys, q = decode(*cached), decode(*encode_index(q))
+    seen = keys[table[0].long()].flatten(0, 1).double()
+    products = (q.double() @ seen.mT).relu()
+    scores = (weights.double()[..., None] * products).sum(1)
+    scores = scores.masked_fill(torch.arange(len(seen), device=device) > positions[:, None], -1e9)
+    best, chosen = scores.topk(topk).values, scores.gather(1, found.positions.long())
+    assert (found.positions.diff() > 0).all()
+    # Hopper adds up products of FP8 in fewer bits than float32 has.
+    bound = (1e-3 if in_codes else 1e-5) * best.abs().max()
+    assert (chosen.sort(descending=True).values - best).abs().max() < bound
+
+
+@pytest.mark.parametrize("in_codes", [False, True])
 @pytest.mark.parametrize("backend", backends_of("index_topk", dtypes=False))
 def test_of_equal_scores_the_first_are_selected(backend, in_codes):
     """However many tokens there are: with one head half of the scores are 0."""

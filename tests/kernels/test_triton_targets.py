@@ -114,7 +114,7 @@ TYPES = {
     torch.int8: "i8",
     torch.int16: "i16",
 }
-TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv"}
 HALF, SINGLE, INTS = torch.bfloat16, torch.float32, torch.int64
 
 

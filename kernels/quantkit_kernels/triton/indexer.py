@@ -2,7 +2,7 @@
 reference computes."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,21 +26,8 @@ _MANY, _FEW, _CODED = (8, 2), (4, 3), (8, 3)
 """Warps and stages of many programs, as of prompts, and of few: on an H200 the first take 0.92 of the
 second's time for 8192 tokens, and 64 or 256 rows or keys are slower. Over codes a thread of four
 warps has too few registers for its share of queries."""
-
-
-class PromptCut(NamedTuple):
-    """Of index_wgmma_kernel.py. parts: partitions of a program; registers: of a thread of all but
-    the first; stages: places for blocks of keys."""
-
-    parts: int
-    registers: int
-    stages: int
-
-
-_CUTS = {False: PromptCut(4, 112, 4), True: PromptCut(4, 112, 8)}
-"""Of keys in 16 bits, and of codes."""
-_BLOCK = 64
-"""Keys of a block of these programs."""
+_PARTS, _BLOCK, _STAGES, _CODED_STAGES = 4, 64, 4, 8
+"""Of index_wgmma_kernel.py: partitions of a program, keys of a block, and places for blocks."""
 _SETUP = 8
 """Blocks of keys that are scored in the time in which a program begins."""
 _SEGMENT = 8192
@@ -150,9 +137,8 @@ def _score_prompts(
     from quantkit_kernels.triton.index_wgmma_kernel import prompt_scores as kernel
 
     (tokens, heads, width), coded = q.shape, isinstance(cache, CodedIndexKeys)
-    cut = _CUTS[coded]
     keys, scales = cache if isinstance(cache, CodedIndexKeys) else (cache, scores)
-    programs, blocks = -(-tokens * heads // (_ROWS * cut.parts)), scores.shape[1] // _BLOCK
+    programs, blocks = -(-tokens * heads // (_ROWS * _PARTS)), scores.shape[1] // _BLOCK
 
     def waves(splits: int) -> int:
         return -(-programs * splits // multiprocessors(q.device))
@@ -161,8 +147,8 @@ def _score_prompts(
     kernel[(splits, programs)](
         q, weights, _tiles(keys.flatten(0, 1)), _tiles(scales.flatten()) if coded else scores,
         table, positions, scores, tokens, table.shape[1], scores.shape[1],
-        H=heads, D=width, PARTS=cut.parts, PAGE=keys.shape[1], STAGES=cut.stages, CODED=coded,
-        REGISTERS=cut.registers, num_warps=4, **overlapped(q.device),
+        H=heads, D=width, PAGE=keys.shape[1], STAGES=_CODED_STAGES if coded else _STAGES,
+        CODED=coded, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
 
 
