@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from quantkit.common.sizes import format_bytes
 from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, fit_rows
 from quantkit.grids.base import Grid
-from quantkit.models.architecture import CacheBits, ModelConfig
+from quantkit.models.architecture import CacheBits, ModelConfig, longest_text
 from quantkit.models.table import Parameter
 from quantkit.planning.devices import Devices
 from quantkit.quantization.job import Job
@@ -209,6 +209,8 @@ def fit_devices(
             assumption += (
                 f"; {format_bytes(state)} of states for each request of {context:,} tokens"
             )
+        if 0 < (limit := longest_text(job.inventory.config)) < context:
+            assumption += f"; {context:,} tokens are more than the model's own limit of {limit:,}"
         if request.redundant:
             assumption += f"; experts whole, {request.redundant} copies a layer"
     if request.draft.weight_bytes:

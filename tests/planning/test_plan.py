@@ -85,6 +85,14 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint):
         made(tiny_checkpoint, cache="int4")
 
 
+def test_a_request_beyond_the_limit_of_the_model_is_named(tmp_path):
+    limit = TIED["max_position_embeddings"]
+    source = make_model.write_dense(tmp_path / "source", TIED, tied_tensors())
+    within, beyond = (made(source, context=limit + n).devices for n in (0, 1))
+    assert "limit" not in within.assumption
+    assert f"more than the model's own limit of {limit:,}" in beyond.assumption
+
+
 def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint, tiny_dense_checkpoint):
     alone, beside = (
         made(tiny_checkpoint, devices="2x64GiB", draft=draft).devices
