@@ -144,7 +144,7 @@ def check_model(
         return [
             LoadProblem.error(
                 f"{engine} loads {model_type} in {' and '.join(formats)} only, not {format}",
-                "give --format with one of these, or use another engine",
+                "quantize the source in one of these (--scheme, --format), or use another engine",
             )
         ]
     fields = {**config, **(config.get("text_config") or {})}
