@@ -1,10 +1,9 @@
 """A captured decode step on one device, by concurrency and context, against the bytes it must read:
 one tensor-parallel rank of DeepSeek-R1, V3.2 or GLM-5, or another model whole.
 
-    python benchmarks/decode_step.py [--model r1|deepseek-v3.2|glm-5|qwen3-8b|...] [--tp 4]
-        [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192]
-        [--grid int4-asym-128] [--bits 16] [--cache int8] [--backends cuda,triton] [--layers N]
-        [--experts N] [--parts] [--out FILE.json]
+    python benchmarks/decode_step.py [--model r1|deepseek-v3.2|glm-5|...] [--tp 4] [--backends cuda,triton]
+        [--concurrency 1,8,32] [--context 640,30000] [--prefill 128,4096] [--chunk 8192] [--bits 16]
+        [--grid int4-asym-128] [--cache int8] [--layers N] [--experts N] [--parts] [--out FILE.json]
     python benchmarks/decode_step.py --tiny            the same on a CPU in seconds, with small sizes: a test of the script
 
 Weights are made up (made_weights.py), each layer with memory of its own, so that a step streams

@@ -42,9 +42,7 @@ def calls(monkeypatch):
     found = []
     monkeypatch.setattr(wgmma, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(wgmma, "_kernel", lambda: Launched(found))
-    monkeypatch.setattr(
-        wgmma, "_tiles", lambda rows, tokens, columns: Descriptor(rows, (tokens, columns))
-    )
+    monkeypatch.setattr(wgmma, "boxes", lambda rows, *box: Descriptor(rows, box))
     monkeypatch.setattr(prefill, "rope", reference.rope)
     return found
 

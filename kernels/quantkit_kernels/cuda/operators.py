@@ -129,7 +129,9 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight)
     # Without a multiple of 8, as of 513 logits, cuBLAS takes a kernel of Turing: 7 times as long.
     rows = len(weight)
-    cut = cut_in_three(F.pad(weight, (0, 0, 0, -rows % 8)))
+    if rows % 8:
+        weight = F.pad(weight, (0, 0, 0, -rows % 8))
+    cut = cut_in_three(weight)
     products = torch.mm(x, cut.flatten(0, 1).T, out_dtype=torch.float32)
     return products.unflatten(1, (3, -1))[..., :rows].sum(dim=1)
 

@@ -1,9 +1,6 @@
 """Launches of indexer_kernel.py. What the kernels cannot take, float32 queries above all, the
 reference computes."""
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,6 +8,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedIndexKeys, IndexKeys
 from quantkit_kernels.indexer import IndexNorm, IndexPages, TopTokens
 from quantkit_kernels.paged import Rotation
+from quantkit_kernels.triton.attention.wgmma import boxes
 from quantkit_kernels.triton.cards import architecture, multiprocessors, overlapped
 from quantkit_kernels.triton.rows import power_of_two
 
@@ -145,34 +143,11 @@ def _score_prompts(
 
     splits = min(range(1, 17), key=lambda count: waves(count) * (blocks / count + _SETUP))
     kernel[(splits, programs)](
-        q, weights, _tiles(keys.flatten(0, 1)), _tiles(scales.flatten()) if coded else scores,
-        table, positions, scores, tokens, table.shape[1], scores.shape[1],
+        q, weights, boxes(keys.flatten(0, 1), _BLOCK, width),
+        boxes(scales.flatten(), _BLOCK) if coded else scores, table, positions, scores, tokens, table.shape[1], scores.shape[1],
         H=heads, D=width, PAGE=keys.shape[1], STAGES=_CODED_STAGES if coded else _STAGES,
         CODED=coded, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
-
-
-def _tiles(side: Tensor) -> Any:
-    """Rows, or numbers, as TMA copies a block of them."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    box = [_BLOCK, *side.shape[1:]]
-    layout = _layout(tuple(box), side.dtype)
-    return TensorDescriptor(side, list(side.shape), list(side.stride()), box, layout)
-
-
-@functools.cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Of a tile in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    types = {
-        torch.bfloat16: gl.bfloat16,
-        torch.float16: gl.float16,
-        torch.float32: gl.float32,
-        torch.float8_e4m3fn: gl.float8e4nv,
-    }
-    return gl.NVMMASharedLayout.get_default_for(list(box), types[dtype])
 
 
 def _select(scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens) -> None:

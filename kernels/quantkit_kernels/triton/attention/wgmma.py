@@ -78,8 +78,8 @@ def attend(
         q.device
     )  # then the longest of all heads come first
     _kernel()[(tiles * heads, sequences)](
-        q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
-        _tiles(_rows(values), box, given["V_PADDED"]), given["sinks"], out, given["lse"], prompts.starts, prompts.seq_lens, given["table"],
+        q, given["q_pe"], boxes(_rows(keys), box, given["D_PADDED"]), boxes(given["k_pe"], box, rotary) if rotary else given["k_pe"],
+        boxes(_rows(values), box, given["V_PADDED"]), given["sinks"], out, given["lse"], prompts.starts, prompts.seq_lens, given["table"],
         given["firsts"], given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
         given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale, given["window"],
         given["words"], given["word_row"],
@@ -94,27 +94,26 @@ def _rows(side: Tensor) -> Tensor:
     return side.flatten(0, -3).flatten(1) if side.dim() > 2 else side
 
 
-def _tiles(rows: Tensor, tokens: int, columns: int) -> Any:
-    """rows, as TMA copies `tokens` and `columns` of them."""
+def boxes(side: Tensor, *box: int) -> Any:
+    """side, as TMA copies boxes of it."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(
-        rows,
-        list(rows.shape),
-        list(rows.stride()),
-        [tokens, columns],
-        _layout(tokens, columns, rows.dtype),
-    )
+    layout = _layout(box, side.dtype)
+    return TensorDescriptor(side, list(side.shape), list(side.stride()), list(box), layout)
 
 
 @functools.cache
-def _layout(tokens: int, columns: int, dtype: torch.dtype) -> Any:
-    """Of a tile in shared memory. Triton takes longer to make it than to launch a kernel."""
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Of a box in shared memory. Triton takes longer to make it than to launch a kernel."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for(
-        [tokens, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    )
+    types = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for(list(box), types[dtype])
 
 
 @functools.cache
