@@ -6,7 +6,7 @@ them.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -26,10 +26,16 @@ fail. note: worth knowing."""
 
 @dataclass(frozen=True)
 class Kind:
-    """Severity and remedy of a finding."""
+    """Severity and remedy of a finding. shared_remedy: where the source has the same fault."""
 
     severity: Severity
     remedy: str
+    shared_remedy: str
+
+    @property
+    def from_source(self) -> bool:
+        """Whether the remedy is to take something from the source."""
+        return self.remedy != self.shared_remedy
 
 
 class _File(Strict):
@@ -42,9 +48,10 @@ def catalogue() -> dict[str, Kind]:
     """All findings by name, in the order of harm. docs/check.md explains each; a test keeps the two
     in sync."""
     read = read_yaml(asset("recipes", "check", "findings.yaml"), _File, "restore that file")
-    shared = {**read.remedies, "stacked": STACKED_REMEDY}
+    texts = {**read.remedies, "stacked": STACKED_REMEDY}
+    shared = {**texts, "source": texts["source_too"]}
     return {
-        name: Kind(severity, remedy.format_map(shared))
+        name: Kind(severity, remedy.format_map(texts), remedy.format_map(shared))
         for name, (severity, remedy) in read.kinds.items()
     }
 
@@ -100,6 +107,13 @@ class Findings:
         for name, entries in faults.items():
             if entries:
                 self.add(name, [place for place, _ in entries], entries[0][1])
+
+    def replace_remedies(self, shared: Iterable[str]) -> None:
+        """shared: names of findings that the source has too, and cannot cure."""
+        for number, one in enumerate(self.found):
+            kind = catalogue()[one.name]
+            if one.name in shared and one.remedy == kind.remedy:
+                self.found[number] = replace(one, remedy=kind.shared_remedy)
 
     def has(self, *names: str) -> bool:
         return any(finding.name in names for finding in self.found)

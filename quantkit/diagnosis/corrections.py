@@ -235,7 +235,7 @@ def set_engine_keys(engine: str, examined: ExaminedCheckpoint, plan: Repair) -> 
 
 
 def _restore_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
-    has = diagnosis.findings.has
+    has = diagnosis.cured_by_source
     if has("config-differs"):
         own_keys = (
             "quantization_config",
@@ -274,7 +274,7 @@ def _restore_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) ->
             if key in origin.config:
                 plan.config[key] = origin.config[key]
         plan.changes.append(
-            f"{', '.join(restored)} and the end-of-text tokens in config.json are the source's"
+            f"{', '.join([*restored, 'the end-of-text tokens in config.json'])} are the source's"
         )
 
 

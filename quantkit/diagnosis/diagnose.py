@@ -58,12 +58,14 @@ class ExaminedCheckpoint:
 
 @dataclass
 class Diagnosis:
-    """The result of a check. seconds: by depth."""
+    """The result of a check. source_faults: names of findings that the source has too, or cannot
+    cure; seconds: by depth."""
 
     model: str
     examined: ExaminedCheckpoint
     findings: Findings
     source: ExaminedCheckpoint | None = None
+    source_faults: set[str] = field(default_factory=set)
     seconds: dict[Depth, float] = field(default_factory=dict)
     sublayers: list[SublayerError] = field(default_factory=list)
     kl: float | None = None
@@ -81,6 +83,10 @@ class Diagnosis:
         lines = [found[depth] for depth in self.seconds]
         against = [] if self.source is None else ["config.json and weights, against the source"]
         return [*lines, *against]
+
+    def cured_by_source(self, *names: str) -> bool:
+        """Whether one of these was found here and not in the source."""
+        return self.findings.has(*{*names} - self.source_faults)
 
     def to_json(self) -> dict[str, Any]:
         return self.findings.to_json()
@@ -119,7 +125,8 @@ def diagnose(
         _check_computes(examined)
     diagnosis = Diagnosis(model, examined, findings)
     if source is not None:
-        diagnosis.source = examine(source, Findings())
+        source_findings = Findings()
+        diagnosis.source = examine(source, source_findings)
         _refuse_pruned(model, examined, diagnosis.source)
         compare_settings(
             examined.survey,
@@ -129,6 +136,10 @@ def diagnose(
             findings,
         )
         _compare_mtp(examined, diagnosis.source, findings)
+        diagnosis.source_faults = {one.name for one in source_findings.found}
+        if source_findings.has("tokenizer-missing"):
+            diagnosis.source_faults.add("tokenizer-broken")
+        findings.replace_remedies(diagnosis.source_faults)
     _check_loading(examined, engine, findings)
     diagnosis.seconds["headers"] = time.perf_counter() - start
     if depth != "headers" and examined.survey.has_weights:

@@ -23,6 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import sync_folder, sync_tree
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import is_there, read_file
+from quantkit.diagnosis import catalogue, join_names
 from quantkit.diagnosis.behaviour import SEQ_LEN, cross_entropy, read_compared
 from quantkit.diagnosis.corrections import AddedTensors, Repair, plan_changes, set_engine_keys
 from quantkit.diagnosis.diagnose import Depth, Diagnosis, diagnose
@@ -78,6 +79,16 @@ def repair(
         if source is not None and (path := find_local(source)) is not None
         else None
     )
+    wanted = [
+        one.name
+        for one in diagnosis.findings.found
+        if catalogue()[one.name].from_source and diagnosis.cured_by_source(one.name)
+    ]
+    if source is not None and origin is None and wanted:
+        raise QuantkitError(
+            f"{source} is not on this machine, and {join_names(wanted)} needs files of it",
+            "download it, and give its folder as --source",
+        )
     plan_changes(diagnosis, plan, origin)
     if engine is not None:
         set_engine_keys(engine, examined, plan)

@@ -21,6 +21,7 @@ import quantkit
 from quantkit.checkpoint.hub import find_local, find_model
 from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.repair import repair
 
 NAME = "org/model"
 
@@ -192,3 +193,15 @@ def test_a_directory_that_is_something_else_is_told(file, tmp_path):
         done = command(name, str(tmp_path), *more)
         assert (done.code, done.errors) == (1, 1), done.err
         assert re.match(f"error: {re.escape(str(tmp_path))} {told}", done.error), done.error
+
+
+def test_a_source_of_which_the_headers_alone_are_read_repairs_nothing(
+    hub, tiny_checkpoint, tmp_path
+):
+    bad = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bad"))
+    (bad / "tokenizer.json").unlink()
+    with refused(f"{NAME} is not on this machine, and tokenizer-missing needs files of it"):
+        repair(diagnose(str(bad), source=NAME), tmp_path / "out", NAME)
+    assert repair(
+        diagnose(str(bad), source=str(tiny_checkpoint)), tmp_path / "out", str(tiny_checkpoint)
+    )

@@ -174,3 +174,25 @@ def test_what_has_no_cure_is_refused(fault, told, models, tmp_path):
     with refused(told):
         repair(diagnose(bad, depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "of_source"),
+    [
+        ("the_tokenizer_is_missing", "the_tokenizer_is_missing"),
+        ("a_merge_is_of_no_tokens", "the_tokenizer_is_missing"),
+        ("mtp_was_dropped", "mtp_was_dropped"),
+        ("the_head_is_lost", "the_head_is_lost"),
+    ],
+)
+def test_what_the_source_lacks_too_is_not_taken_from_it(fault, of_source, models, tmp_path):
+    bad = faulty.damaged(models["ct-int4"], fault, tmp_path / "bad")
+    source = faulty.damaged(models["source"], of_source, tmp_path / "source")
+    alone, both = diagnose(bad), diagnose(bad, source=source)
+    cured = [one for one in alone.findings.found if "--source SRC --repair OUT" in one.remedy]
+    assert cured
+    for one in cured:
+        (now,) = [other for other in both.findings.found if other.name == one.name]
+        assert "--repair" not in now.remedy
+    with refused("can be repaired"):
+        repair(both, tmp_path / "out", source)
