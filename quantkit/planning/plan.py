@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from quantkit.checkpoint.aux_files import has_tokenizer
 from quantkit.checkpoint.reader import Checkpoint, open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import JsonObject, Result
@@ -19,8 +20,11 @@ from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.memory import NO_DRAFT, draft_sizes
 from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.ranks.expert_parallel import check_experts
+from quantkit.executor.speculation.draft_model import check_draft, check_rolls_back
 from quantkit.grids.schemes import Scheme
 from quantkit.models.architecture import CacheBits
+from quantkit.models.eagle3 import is_head
+from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 from quantkit.planning.device_fit import DeviceShare, RequestSizes, fit_devices
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices
@@ -45,6 +49,7 @@ from quantkit.quantization.cost import (
 from quantkit.quantization.job import Job, open_job
 from quantkit.quantization.memory import Peak, expected_peak
 from quantkit.quantization.request import read_request, read_scheme
+from quantkit.tokenizer.chat import ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,11 @@ def plan(
     if not target.memory_bytes:
         target = replace(target, memory_bytes=read_devices(STANDARD_DEVICES).memory_bytes)
     cache = options.cache or scheme.cache
-    serving = _read_request(target.count, context, redundant, cache, dp, options.draft)
+    draft = None if options.draft is None else open_headers(str(options.draft))
+    serving = _read_request(target.count, context, redundant, cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
+    if draft is not None:
+        _check_draft(draft, job.checkpoint.path)
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):
         raise QuantkitError("the model has no routed experts to copy", "leave out --redundant")
@@ -263,7 +271,7 @@ def _plan_layout(
 
 
 def _read_request(
-    devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None
+    devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: Checkpoint | None
 ) -> RequestSizes:
     bits: CacheBits = 16 if cache_dtype(cache) is None else 8
     if dp not in (1, devices):
@@ -273,8 +281,16 @@ def _read_request(
         )
     if draft is not None and dp > 1:
         raise QuantkitError("--dp does not go with --draft", "give one or the other")
-    draft_model = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
+    draft_model = NO_DRAFT if draft is None else draft_sizes(draft, bits)
     return RequestSizes(context, redundant, bits, data=dp > 1, draft=draft_model)
+
+
+def _check_draft(draft: Checkpoint, path: Path) -> None:
+    """Refuses what `run` refuses; token ids only where both tokenizers are on this machine."""
+    if has_tokenizer(draft.path) and has_tokenizer(path):
+        check_draft(draft.path, ChatTokenizer(path))
+    if not is_head(draft.config):
+        check_rolls_back(draft.path, read_model(draft).config)
 
 
 def _choose(job: Job, devices: Devices, serving: RequestSizes) -> SizeCurve:

@@ -2,11 +2,13 @@
 writes."""
 
 import json
+import shutil
 
 import make_model
 import psutil
 import pytest
 import r1_headers
+import tiny_models
 from commands import typed
 from packed_model import write_random
 from quantized import quantized
@@ -15,6 +17,8 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.engine import Engine
 from quantkit.grids.schemes import SCHEMES, find_scheme
 from quantkit.planning.devices import Devices, read_devices
 from quantkit.planning.options import PlanOptions
@@ -107,6 +111,24 @@ def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint, tiny_dense_chec
     assert beside.cache_tokens == pytest.approx((alone.cache_tokens or 0) / 2, rel=0.01)
     with refused("--dp does not go with --draft"):
         made(tiny_checkpoint, devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint)
+
+
+def test_a_draft_model_that_does_not_run_is_not_planned(
+    tiny_checkpoint, tiny_dense_checkpoint, tmp_path
+):
+    """In the words of the engine that refuses it."""
+    other = shutil.copytree(tiny_dense_checkpoint, tmp_path / "other")
+    make_model.write_tokenizer(other, 300)
+    recurrent = tiny_models.write(tmp_path / "recurrent", "qwen3_next")
+    shutil.copy(tiny_checkpoint / "tokenizer.json", recurrent)
+    for draft in (other, recurrent):
+        with pytest.raises(QuantkitError) as planned:
+            made(tiny_checkpoint, devices="2x64GiB", draft=draft)
+        with pytest.raises(QuantkitError) as loaded:
+            Engine.load(tiny_checkpoint, device="cpu", draft=draft, draft_length=2)
+        assert str(planned.value) == str(loaded.value)
+    (other / "tokenizer.json").unlink()
+    assert made(tiny_checkpoint, devices="2x64GiB", draft=other).fits
 
 
 def test_r1_in_eight_bits_does_not(r1):

@@ -29,6 +29,7 @@ from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.drafter import Drafter
 from quantkit.executor.speculation.eagle_head import LoadedEagleHead, load_eagle_head
 from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.context import Context
 from quantkit.models.decoder import Model
 from quantkit.models.eagle3 import is_head
@@ -39,6 +40,9 @@ from quantkit.tokenizer.loader import check_same_ids
 _MAX_CATCH_UP = 1024
 """Tokens of a catch-up pass, sequences with the fewest missing tokens first; a prefill graph holds
 as many (prefill_graphs.py)."""
+
+
+_REMEDY = "use another draft model"
 
 
 class VocabAdapter:
@@ -184,6 +188,16 @@ def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
         check_same_ids(tokenizer.tokenizer, ChatTokenizer(path).tokenizer, tokenizer.path, path)
 
 
+def check_rolls_back(path: Path, config: ModelConfig) -> None:
+    """Raises QuantkitError for the draft model at `path` where rejected drafts stay in its state."""
+    if config.has_sequence_state:
+        raise QuantkitError(
+            f"{path} has recurrent layers, whose state cannot be rolled back after a rejected "
+            "draft",
+            _REMEDY,
+        )
+
+
 def load_draft(
     path: Path, loaded: LoadedModel, options: EngineOptions
 ) -> LoadedModel | LoadedEagleHead:
@@ -198,18 +212,12 @@ def load_draft(
         dtype=options.dtype,
         cache=options.cache,
     )
-    remedy = "use another draft model"
-    if draft.config.has_sequence_state:
-        raise QuantkitError(
-            f"{path} has recurrent layers, whose state cannot be rolled back after a rejected "
-            "draft",
-            remedy,
-        )
+    check_rolls_back(path, draft.config)
     own, other = draft.cache_layout.block_size, loaded.cache_layout.block_size
     if own != other:
         raise QuantkitError(
             f"{path} has cache blocks of {own} tokens here, {options.model_path} of {other}",
-            remedy,
+            _REMEDY,
         )
     return draft
 
