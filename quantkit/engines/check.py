@@ -12,14 +12,20 @@ from quantkit.engines.profiles import (
     LoadProblem,
     LoadRule,
     MixtureRule,
+    find_choice,
     find_engine,
     part_of,
+    scheme_option,
 )
 from quantkit.engines.rule_check import RuleCheck
+from quantkit.grids.schemes import SCHEMES, Scheme
 from quantkit.models import is_known
 from quantkit.models.mtp import DSPARK
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
+
+_PUBLISHED_BITS = 8
+"""Width of which a scheme is named for a checkpoint without one grid: FP8, or several."""
 
 
 def check_checkpoint(
@@ -39,12 +45,12 @@ def check_checkpoint(
             return [
                 LoadProblem.error(
                     f"{what}{where}: it loads one grid per checkpoint in that format",
-                    f"quantize with --engine {engine}",
+                    _quantize_again(engine, checkpoint, device),
                 )
             ]
         reason = profile.reason(format.name, format.variant, grid, device)
         target = _format_with_reader(profile, checkpoint, device)
-        remedy = f"quantize the source again with --engine {engine}"
+        remedy = _quantize_again(engine, checkpoint, device)
         if target is not None:
             remedy = f"quantkit convert {checkpoint.path} OUT --format {target}"
         return [LoadProblem.error(f"{what} of {grid}{where}: {reason}", remedy)]
@@ -66,6 +72,40 @@ def check_checkpoint(
     return min(
         found, key=lambda problems: [problem.severity for problem in problems].count("error")
     )
+
+
+def _quantize_again(engine: str, checkpoint: Checkpoint, device: Device | None = None) -> str:
+    """The command that writes what the engine loads of the checkpoint's model."""
+    bits = checkpoint.grid.bits if checkpoint.grid is not None else _PUBLISHED_BITS
+    only = find_engine(engine).formats.get(str(checkpoint.config.get("model_type")), ())
+    for format in (None, *dict.fromkeys(one.split()[0] for one in only)):
+        if schemes := loaded_schemes(engine, checkpoint, device, format):
+            named = f" --format {format}" if format else ""
+            return f"quantkit quantize SRC --engine {engine} {scheme_option(schemes, bits)}{named}"
+    return "use another engine"
+
+
+def loaded_schemes(
+    engine: str, checkpoint: Checkpoint, device: Device | None = None, format: str | None = None
+) -> list[Scheme]:
+    """Schemes in which the engine loads the checkpoint's model, with some of it quantized, in the
+    format that it prefers for each, or in `format`."""
+    profile, model_type = find_engine(engine), checkpoint.config.get("model_type")
+    formats, rows = profile.formats.get(str(model_type)), read_model(checkpoint).rows
+    found = []
+    for scheme in SCHEMES.values():
+        choice = find_choice(engine, scheme, device=device, format=format)
+        if (
+            choice is None
+            or (scheme.cache is not None and model_type not in profile.caches[scheme.cache])
+            or (scheme.outside is not None and all(row.expert is None for row in rows))
+        ):
+            continue
+        named = {choice.format, f"{choice.format} {choice.rule.variant}"}
+        own = choice.of_model(model_type)
+        if (formats is None or named & {*formats}) and any(own.quantizes(row) for row in rows):
+            found.append(scheme)
+    return found
 
 
 def find_load(
@@ -144,7 +184,7 @@ def check_model(
         return [
             LoadProblem.error(
                 f"{engine} loads {model_type} in {' and '.join(formats)} only, not {format}",
-                "quantize the source in one of these (--scheme, --format), or use another engine",
+                _quantize_again(engine, checkpoint),
             )
         ]
     fields = {**config, **(config.get("text_config") or {})}

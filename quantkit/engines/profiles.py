@@ -17,7 +17,7 @@ from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.grids.base import Grid
 from quantkit.grids.names import CacheCodes, GridName
-from quantkit.grids.schemes import Scheme
+from quantkit.grids.schemes import SCHEMES, Scheme
 from quantkit.models.table import Parameter
 
 Device = Literal["cuda", "npu", "cpu"]
@@ -376,36 +376,72 @@ def choose(
     An asymmetric int4 grid becomes symmetric if the engine supports only that. Raises QuantkitError
     with the engine's reason.
     """
+    found = find_choice(engine, scheme, device=device, format=format)
+    if found is not None:
+        return found
     profile = find_engine(engine)
-    has_cache = scheme.cache is None or scheme.cache in profile.caches
-    wanted = scheme.weight.engine_name
-    grids = {grid.engine_name: grid for grid in reversed(scheme.weight.substitutes)}
-    for load in profile.loads:
-        matches = (
-            has_cache
-            and (format is None or load.format == format)
-            and (device is None or device in load.devices)
-        )
-        supported = [grid for name, grid in grids.items() if name in load.grids]
-        if matches and supported and load.format in scheme.formats:
-            return FormatChoice(engine, load, supported[0])
     where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
     reason = (
-        profile.reason(format, None, wanted, device)
-        if has_cache
+        profile.reason(format, None, scheme.weight.engine_name, device)
+        if _reads_cache(profile, scheme)
         else f"it reads no scales of an {scheme.cache} cache"
     )
-    loads = sorted(
-        {
-            f"{load.format} ({grid})"
-            for load in profile.loads
-            for grid in load.grids
-            if device is None or device in load.devices
-        }
-    )
     raise QuantkitError(
-        f"{engine} does not load {scheme.name}{where}: {reason}", f"it loads {', '.join(loads)}"
+        f"{engine} does not load {scheme.name}{where}: {reason}",
+        _other_choice(engine, scheme, device, format),
     )
+
+
+def find_choice(
+    engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None
+) -> FormatChoice | None:
+    """As `choose`; None if the engine does not load the scheme."""
+    profile = find_engine(engine)
+    grids = {grid.engine_name: grid for grid in reversed(scheme.weight.substitutes)}
+    for load in profile.loads:
+        matches = (format is None or load.format == format) and (
+            device is None or device in load.devices
+        )
+        supported = [grid for name, grid in grids.items() if name in load.grids]
+        if (
+            matches
+            and supported
+            and load.format in scheme.formats
+            and _reads_cache(profile, scheme)
+        ):
+            return FormatChoice(engine, load, supported[0])
+    return None
+
+
+def _reads_cache(profile: EngineProfile, scheme: Scheme) -> bool:
+    return scheme.cache is None or scheme.cache in profile.caches
+
+
+def _other_choice(engine: str, scheme: Scheme, device: Device | None, format: str | None) -> str:
+    """Options with which the engine loads what is quantized, the same scheme if it can."""
+    other = find_choice(engine, scheme, device=device)
+    if other is not None:
+        return f"use --format {other.format}"
+
+    def loaded(format: str | None) -> list[Scheme]:
+        return [
+            one
+            for one in SCHEMES.values()
+            if find_choice(engine, one, device=device, format=format) is not None
+        ]
+
+    if schemes := loaded(format):
+        return f"use {scheme_option(schemes, scheme.weight.bits)}"
+    if schemes := loaded(None):
+        return f"use {scheme_option(schemes, scheme.weight.bits)} without --format"
+    return "use another engine"
+
+
+def scheme_option(schemes: list[Scheme], bits: int) -> str:
+    """`--scheme A, B or C`: those of `schemes` whose codes are nearest to so many bits."""
+    off = min(abs(scheme.weight.bits - bits) for scheme in schemes)
+    *names, last = [one.name for one in schemes if abs(one.weight.bits - bits) == off]
+    return f"--scheme {', '.join(names)} or {last}" if names else f"--scheme {last}"
 
 
 def choose_mixture(engine: str, scheme: Scheme, *, format: str | None = None) -> MixtureChoice:

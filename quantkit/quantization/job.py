@@ -18,11 +18,12 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.cache_scales import check_cache
-from quantkit.engines.check import check_model
+from quantkit.engines.check import check_model, loaded_schemes
 from quantkit.engines.profiles import (
     FormatChoice,
-    choose,
+    find_choice,
     find_engine,
+    scheme_option,
 )
 from quantkit.engines.rule_check import check_rotations
 from quantkit.grids.base import Grid, grid_label
@@ -337,20 +338,13 @@ def _fitted(job: Job) -> Job:
 
 def _as_many_bits(engine: str, scheme: Scheme) -> list[str]:
     """Other schemes of as many bits that the engine loads."""
-
-    def loads(other: Scheme) -> bool:
-        try:
-            return choose(engine, other) is not None
-        except QuantkitError:
-            return False
-
     return [
         other.name
         for other in SCHEMES.values()
         if other.weight.bits == scheme.weight.bits
         and other.name != scheme.name
         and not (other.outside or other.cache)
-        and loads(other)
+        and find_choice(engine, other) is not None
     ]
 
 
@@ -461,7 +455,9 @@ def _check_choice(job: Job) -> None:
     if not job.linears:
         raise QuantkitError(
             f"{message}, and the model has none of these",
-            "choose another scheme, such as int8-a8w8c16, or another engine",
+            f"use {scheme_option(others, job.request.scheme.weight.bits)}"
+            if (others := loaded_schemes(choice.engine, job.checkpoint))
+            else "use another engine",
         )
     routed = any(row.expert is not None for row in job.rows)
     if job.request.methods and routed and all(row.expert is None for row in job.linears):

@@ -180,6 +180,6 @@ def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart():
 
 def test_engines_and_the_checkup_know_it_as_it_is_published(published):
     assert check_checkpoint("vllm", Checkpoint.open(published)) == []
-    with refused("vllm loads gpt_oss in mxfp4 only, not awq; quantize the source in one of these"):
+    with refused("vllm loads gpt_oss in mxfp4 only, not awq; use another engine"):
         quantized(published, published.parent / "no", "awq-w4a16", engine="vllm")
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"

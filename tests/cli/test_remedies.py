@@ -56,6 +56,10 @@ serve BARE --device cpu --draft-length 1 -> no --draft-length
 deploy QUANT --engine vllm --hosts 10.0.0.1 --format k8s -> no --hosts
 deploy QUANT --engine vllm --draft-length 2 -> no --draft-length
 deploy QUANT --engine sglang --format ray -> --format slurm
+quantize tiny-r1 --scheme fp4-w4a16 --recipe SMALL --engine omni-infer --out NEW -> --scheme int8-a8w8c16
+quantize tiny-r1 --scheme int8-a8w8c16 --recipe SMALL --format awq --engine omni-infer --out NEW -> --format compressed-tensors
+quantize tiny-r1 --scheme rtn-w4a16 --format awq --engine omni-infer --out NEW -> no --format --scheme int8-a8w8c16 --recipe <SMALL>
+quantize LLAMA --scheme rtn-w4a16 --engine vllm-ascend --out NEW -> --scheme int8-a8w8c16 --recipe <SMALL>
 check QUANT --depth behaviour -> --source <LLAMA>
 check ODD --repair DONE -> --repair <NEW>
 run ODD --raw --max-new-tokens 2 --prompt a -> quantkit check ODD --repair <NEW> then run NEW --raw --max-new-tokens 2 --prompt a

@@ -12,10 +12,11 @@ import pytest
 import yaml
 from block_heads import MODELS, write_with_head
 from commands import typed
-from make_model import random_tensors, tiny_config
+from make_model import random_tensors, tiny_config, write_dense
 from packed_model import write_packed
 from quantized import quantized
 from refused import refused
+from small_recipe import SMALL
 from tiny_models import CONFIGS
 from tiny_models import random_tensors as of_any
 
@@ -26,6 +27,7 @@ from quantkit.deploy.launch import Network, deploy
 from quantkit.engines.layouts import find_topology, recipes
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.grids.int_groups import IntGrid
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.stored_parameters import read_model
 
 GIB = 2**30
@@ -295,11 +297,14 @@ def test_a_tied_head_is_not_apart_from_its_embedding(tmp_path, boxes):
 
 
 def test_a_format_that_another_tool_must_write(tmp_path, int8):
-    """The remedy converts where the engine then loads the result, and is not offered elsewhere."""
+    """The remedy converts where the engine then loads the result, and quantizes the source by any
+    of the schemes that it names elsewhere."""
     config = tiny_config(num_nextn_predict_layers=0)
     grid = IntGrid(4, 32, symmetric=True)
     format = next(one for one in gptq.FORMATS if one.holds(grid))
-    stored = write_packed(tmp_path / "gptq", config, random_tensors(config), format, grid)
+    tensors = random_tensors(config)
+    source = write_dense(tmp_path / "source", config, tensors)
+    stored = write_packed(tmp_path / "gptq", config, tensors, format, grid)
     for engine in ("vllm", "sglang", "vllm-ascend", "omni-infer"):
         refused = typed(f"deploy {stored} --engine {engine}")
         found = re.search(r"quantkit (convert .+)$", refused.error.strip())
@@ -307,7 +312,14 @@ def test_a_format_that_another_tool_must_write(tmp_path, int8):
             assert typed(found[1].replace("OUT", f"{tmp_path}/{engine}")).code == 0
             assert typed(f"deploy {tmp_path}/{engine} --engine {engine}").code == 0
         elif refused.code:
-            assert f"quantize the source again with --engine {engine}" in refused.error
+            again = re.search(rf"quantkit quantize SRC --engine {engine} (.+)$", refused.error)
+            assert again is not None
+            for scheme in re.split(", | or ", again[1].removeprefix("--scheme ")):
+                out = tmp_path / f"{engine}-{scheme}"
+                calibrated = find_scheme(scheme).weight.has_input_scales
+                recipe = Recipe(scheme=scheme, methods=("gptq",) if calibrated else (), **SMALL)
+                quantized(source, out, recipe, engine=engine)
+                assert typed(f"deploy {out} --engine {engine}").code == 0
 
 
 def test_devices_of_one_box(int8, dense):
