@@ -129,6 +129,7 @@ class StepBench:
         self.token_bytes = layers * self.config.cache.token_bytes(16 if codes is None else 8)
         rank = getattr(self.config, "kv_lora_rank", 0)
         halves = (rank, width - rank) if latent else (width // 2, width // 2)
+        index_dim = held.index_dim if latent else 0
         compressed = isinstance(held, CompressedCache) and CompressedKVCache(
             held, blocks, BLOCK_SIZE, max(options.concurrency), torch.bfloat16, device
         )
@@ -144,12 +145,12 @@ class StepBench:
             if codes is None
             else CacheCodes(codes, 0 if latent else self.config.cache.kv_heads),
             layer_index=net and net.attention_layer_places(self.config.num_hidden_layers),
-            index_dim=self.config.cache.index_dim if latent else 0,
+            index_dim=index_dim,
             others=OtherCaches(
                 net and RecurrentStates(net, max(options.concurrency), device), compressed or None
             ),
         )
-        fill_cache(self.cache)
+        fill_cache(self.cache, layers if index_dim else 0)
         self._capture = (
             DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import quantkit_kernels as kernels
 import torch
-from quantkit_kernels import CodedKeys, CodedLatents
+from quantkit_kernels import CodedIndexKeys, CodedKeys, CodedLatents
 from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
@@ -370,10 +370,11 @@ class Repeated:
         return self.linear(x).repeat(1, self._times)
 
 
-def fill_cache(cache: PagedCache) -> None:
-    """Put something into every slot: numbers of about one, in 8 bits codes of them all."""
-    for layer in cache.layers:
-        coded = isinstance(layer, CodedLatents | CodedKeys)
+def fill_cache(cache: PagedCache, index_layers: int = 0) -> None:
+    """Put something into every slot: numbers of about one, in 8 bits codes of them all.
+    index_layers: of the cache, that have index keys."""
+    for layer in (*cache.layers, *map(cache.index_keys, range(index_layers))):
+        coded = isinstance(layer, CodedLatents | CodedKeys | CodedIndexKeys)
         for part in (layer,) if isinstance(layer, Tensor) else layer:
             if part.dtype == torch.int8:
                 part.random_(-127, 128)

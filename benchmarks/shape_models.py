@@ -2,8 +2,8 @@
 engines whose speed is compared.
 
 One decoder layer of each kind is made, and rounded by quantkit where that is asked; every layer of
-the model has the bytes of its kind. Of gpt-oss, GLM-4.5-Air and Qwen3-Next there are fewer layers
-than published, with all experts.
+the model has the bytes of its kind. Of gpt-oss, GLM-4.5-Air, Qwen3-Next and DeepSeek-V3.2 there are
+fewer layers than published, with all experts, of DeepSeek-V3.2 a quarter.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 import torch
-from made_weights import QWEN3_8B, QWEN3_30B_A3B, QWEN3_NEXT_80B
+from made_weights import QWEN3_8B, QWEN3_30B_A3B, QWEN3_NEXT_80B, V32
 from make_model import write_dense
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -130,6 +130,15 @@ _QWEN3_NEXT = {
 }
 
 
+_V32_CUT = {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 64,
+    "num_nextn_predict_layers": 0,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
 def _named(model_type, architecture):
     return _PUBLISHED | {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]}
 
@@ -140,6 +149,7 @@ SHAPES = {
     "llama-3.1-8b": _named("llama", "Llama") | _LLAMA_3_1_8B,
     "gpt-oss-20b": _named("gpt_oss", "GptOss") | _GPT_OSS_20B,
     "glm-4.5-air": _named("glm4_moe", "Glm4Moe") | _GLM_4_5_AIR,
+    "deepseek-v3.2": _named("deepseek_v32", "DeepseekV32") | V32 | _V32_CUT,
     "qwen3-next-80b": _named("qwen3_next", "Qwen3Next") | QWEN3_NEXT_80B | _QWEN3_NEXT,
 }
 FORMATS = ("awq", "bf16", "mxfp4")

@@ -108,10 +108,13 @@ def sizes(cells):
 
 
 def token_bytes(path):
-    """Of keys and values of a token in 16 bits, on all cards together."""
+    """Of what a token keeps in the cache in 16 bits, on all cards together."""
     config = json.loads((path / "config.json").read_text())
-    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
-    return int(heads * config["head_dim"] * 2 * 2)
+    if "kv_lora_rank" in config:
+        width = config["kv_lora_rank"] + config["qk_rope_head_dim"] + config["index_head_dim"]
+    else:
+        width = 2 * config["num_key_value_heads"] * config["head_dim"]
+    return 2 * config["num_hidden_layers"] * width
 
 
 def start(engine, case, port, asked):

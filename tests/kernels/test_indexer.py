@@ -180,15 +180,16 @@ def test_scores_of_few_values_over_many_powers_of_two(backend, weight, monkeypat
 
     monkeypatch.setattr(indexer, "_AT_ONCE", 32)
     device, topk = device_of(backend), 70
+    tokens = 70_000 if device.type == "cuda" else 256
     torch.manual_seed(6)
-    values = 2.0 ** (torch.randint(-9, 6, (256,), device=device) // 3 * 30)
-    keys = torch.zeros(256, 16, device=device).bfloat16()
+    values = 2.0 ** (torch.randint(-9, 6, (tokens,), device=device) // 3 * 30)
+    keys = torch.zeros(tokens, 16, device=device).bfloat16()
     keys[:, 0] = values
     q, weights = torch.zeros(2, 3, 16, 16, device=device).bfloat16()
     q[:, 0, 0], weights = 1, weights[..., 0].float()
     weights[:, 0] = weight
-    table = torch.arange(16, dtype=torch.int32, device=device)[None]
-    positions = torch.tensor([20, 130, 255], device=device)
+    table = torch.arange(tokens // PAGE, device=device)[None]
+    positions = torch.tensor([20, 130, tokens - 1], device=device)
     pages = IndexPages(keys.view(-1, PAGE, 16), table)
     found, _, counts = index_topk(q, weights, pages, positions, topk, backend=backend)
     for row, position in enumerate(positions.tolist()):

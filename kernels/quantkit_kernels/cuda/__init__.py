@@ -2,11 +2,12 @@
 and kept in the user's cache.
 
 They are in C++ because Triton cannot express weights that lie in the order of the matrix
-instructions' operands, copies of 16 bytes that a warp waits for alone, and routing inside a
-product. Attention of prompts needs none of these and is the Triton backend's.
+instructions' operands, copies of 16 bytes that a warp waits for alone, routing inside a product,
+and clusters of blocks that read each other's memory. Attention of prompts needs none of these and
+is the Triton backend's.
 
 csrc/ and the Python next to it have the same rooms: linears, experts, attention, operators (norms,
-activation, routing, rotary embedding), collectives. plans.py says which kernel a product takes,
+activation, routing, rotary embedding, selection of index scores), collectives. plans.py says which kernel a product takes,
 abi.py what the library's functions are given.
 """
 
@@ -20,6 +21,7 @@ from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
 from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare, mla_queries
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
+from quantkit_kernels.cuda.indexer import index_topk
 from quantkit_kernels.cuda.linears.linear import linear
 from quantkit_kernels.cuda.operators import (
     add_rms_norm,
@@ -61,7 +63,7 @@ def unusable(
         return "silu_and_mul only"
     families = (
         "delta_",
-        "index_",
+        "index_prepare",
         "mx_",
         "compressed_",
         "pool_",

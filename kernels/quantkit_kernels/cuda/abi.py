@@ -180,6 +180,7 @@ FUNCTIONS: dict[str, list[type]] = {
         ctypes.POINTER(RouteParams),
         _POINTER,
     ],
+    "qk_select_highest": [*[_POINTER] * 6, *[_INT] * 6, _POINTER],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
     "qk_mla_prepare_codes": [
         ctypes.POINTER(MlaPrepare),

@@ -1,6 +1,8 @@
 """Launches of indexer_kernel.py. What the kernels cannot take, float32 queries above all, the
 reference computes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,12 @@ _HEADS = 16
 """That a program rotates."""
 _ROWS = 128
 """Heads of all its tokens that a program scores."""
-_KEYS = 128
-_MANY, _FEW, _CODED = (8, 2), (4, 3), (8, 3)
-"""Warps and stages of many programs, as of prompts, and of few: on an H200 the first take 0.92 of the
-second's time for 8192 tokens, and 64 or 256 rows or keys are slower. Over codes a thread of four
-warps has too few registers for its share of queries."""
+_MANY, _FEW, _CODED = (128, 8, 2), (64, 4, 2), (128, 8, 1)
+"""Keys of a block, warps and stages of many programs, as of prompts, and of few. Over codes a thread
+of four warps has too few registers for its share of queries. On an H200 these are the fastest of 63
+for 1 and 8 tokens of 8,256 and 60,032 keys."""
+_PROGRAMS = 4
+"""Of few, that a multiprocessor has."""
 _PARTS, _BLOCK, _STAGES, _CODED_STAGES = 4, 64, 4, 8
 """Of index_wgmma_kernel.py: partitions of a program, keys of a block, and places for blocks."""
 _SETUP = 8
@@ -34,6 +37,7 @@ _AT_ONCE = 1024
 """Scores of a segment that are written at a time."""
 _SCORES = 1 << 28
 """Scores held at once, in bytes."""
+Select = Callable[[Tensor, Tensor, Tensor, int, TopTokens], None]
 
 
 def index_prepare(
@@ -67,9 +71,40 @@ def _sides(cache: IndexKeys) -> tuple[Tensor, Tensor]:
     return cache, cache
 
 
+def select_highest(
+    scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens
+) -> None:
+    """Write to `found` the highest scores float32 [T, S] of each token's columns up to its position;
+    page: tokens of a page of the table."""
+    from quantkit_kernels.triton.indexer_kernel import select_highest as kernel
+
+    (tokens, width), count, columns = scores.shape, found.slots.shape[1], found.positions
+    first, last = True, False
+    while not last:
+        last, parts = width <= _SEGMENT, -(-width // _SEGMENT)
+        out_scores, out_columns = scores, found.positions
+        if not last:
+            out_scores = scores.new_empty(tokens, parts * count)
+            out_columns = columns.new_empty(tokens, parts * count)
+        segment = min(power_of_two(width), _SEGMENT)
+        kernel[(tokens, parts)](
+            scores, columns, table, positions, out_scores, out_columns, found.slots, found.counts,
+            width, width, 0 if len(table) == 1 else table.shape[1], count,
+            SEGMENT=segment, AT_ONCE=min(segment, _AT_ONCE), PAGE=page, FIRST=first, LAST=last,
+            num_warps=max(1, min(segment // 512, 4)), **overlapped(scores.device),
+        )  # fmt: skip
+        scores, columns, width, first = out_scores, out_columns, out_scores.shape[1], False
+
+
 def index_topk(
-    q: Tensor, weights: Tensor, pages: IndexPages, positions: Tensor, topk: int
+    q: Tensor,
+    weights: Tensor,
+    pages: IndexPages,
+    positions: Tensor,
+    topk: int,
+    select: Select = select_highest,
 ) -> TopTokens:
+    """As `quantkit_kernels.index_topk`. select: as `select_highest`."""
     tokens, heads, width = q.shape
     keys, size = pages.keys, _sides(pages.keys)[0].shape[1]
     fits = q.dtype in _HALF and (
@@ -90,7 +125,7 @@ def index_topk(
         rows = table if len(table) == 1 else table[part]
         scores = _scores(q[part], weights[part], keys, rows, positions[part])
         own = TopTokens(*(side[part] for side in found))
-        _select(scores, rows, positions[part], size, own)
+        select(scores, rows, positions[part], size, own)
     return found
 
 
@@ -115,14 +150,14 @@ def _scores(
     ):
         _score_prompts(q, weights, cache, table, positions, scores)
         return scores
-    splits = max(1, min(2 * multiprocessors(q.device) // programs, -(-seen // _KEYS)))
     many = programs >= multiprocessors(q.device)
-    warps, stages = _CODED if coded else _MANY if many else _FEW
+    block, warps, stages = _CODED if coded else _MANY if many else _FEW
+    splits = max(1, min(_PROGRAMS * multiprocessors(q.device) // programs, -(-seen // block)))
     fp8 = coded and architecture(q.device) in _FP8 and width >= 32  # of an instruction
     kernel[(programs, splits)](
         q, weights, keys, scales, table, positions, scores, tokens,
         0 if len(table) == 1 else table.shape[1], table.shape[1], seen,
-        H=heads, D=width, TOKENS=together, PAGE=page, KEYS=_KEYS, STAGES=stages,
+        H=heads, D=width, TOKENS=together, PAGE=page, KEYS=block, STAGES=stages,
         CODED=coded, FP8=fp8, num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return scores
@@ -144,31 +179,11 @@ def _score_prompts(
     splits = min(range(1, 17), key=lambda count: waves(count) * (blocks / count + _SETUP))
     kernel[(splits, programs)](
         q, weights, boxes(keys.flatten(0, 1), _BLOCK, width),
-        boxes(scales.flatten(), _BLOCK) if coded else scores, table, positions, scores, tokens, table.shape[1], scores.shape[1],
+        boxes(scales.flatten(), _BLOCK) if coded else scores,
+        table, positions, scores, tokens, table.shape[1], scores.shape[1],
         H=heads, D=width, PAGE=keys.shape[1], STAGES=_CODED_STAGES if coded else _STAGES,
         CODED=coded, num_warps=4, **overlapped(q.device),
     )  # fmt: skip
-
-
-def _select(scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens) -> None:
-    from quantkit_kernels.triton.indexer_kernel import select_highest as kernel
-
-    (tokens, width), count, columns = scores.shape, found.slots.shape[1], found.positions
-    first, last = True, False
-    while not last:
-        last, parts = width <= _SEGMENT, -(-width // _SEGMENT)
-        out_scores, out_columns = scores, found.positions
-        if not last:
-            out_scores = scores.new_empty(tokens, parts * count)
-            out_columns = columns.new_empty(tokens, parts * count)
-        segment = min(power_of_two(width), _SEGMENT)
-        kernel[(tokens, parts)](
-            scores, columns, table, positions, out_scores, out_columns, found.slots, found.counts,
-            width, width, 0 if len(table) == 1 else table.shape[1], count,
-            SEGMENT=segment, AT_ONCE=min(segment, _AT_ONCE), PAGE=page, FIRST=first, LAST=last,
-            num_warps=max(1, min(segment // 512, 4)), **overlapped(scores.device),
-        )  # fmt: skip
-        scores, columns, width, first = out_scores, out_columns, out_scores.shape[1], False
 
 
 def selected_bits(selected: TopTokens, seen: int) -> Tensor:
