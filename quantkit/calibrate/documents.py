@@ -238,7 +238,7 @@ def _text(value: Any, name: str) -> str:
 
 
 TEXTS = (".txt", ".md")
-FILES = (*TEXTS, ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+FILES = (*TEXTS, *records.ENDINGS)
 _MOST_ROWS = 20_000
 """Rows read of a table or a data set: documents are drawn from these."""
 _DATA_SET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+-]+){0,2}")

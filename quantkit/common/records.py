@@ -17,6 +17,8 @@ from quantkit.common.model_files import open_file, parse_json
 Record = tuple[str, Any]
 """A place ("data.jsonl:3") and the value there."""
 Row = dict[str, Any]
+ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Names of files of records end so, JSON's and tables of text perhaps with .gz after it."""
 _Opened = io.BufferedReader | gzip.GzipFile
 _LONGEST_LINE = 256 << 20
 """Limit in bytes of a line; LiveCodeBench's reach tens of millions."""
@@ -25,6 +27,11 @@ _LARGEST_UNPACKED = 4 << 30
 _NOT_TEXT = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and blanks
 _OF_RECORDS = {"id", "messages", "conversations", "conversation", "text", "prompt"}
 """Fields of an object that is a record itself, and not one that holds a list of them."""
+
+
+def holds_records(path: Path) -> bool:
+    """Whether its name says that the file holds records."""
+    return _ending(path) in ENDINGS
 
 
 def read_records(path: Path) -> Iterator[Record]:

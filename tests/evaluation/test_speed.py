@@ -86,6 +86,8 @@ def test_gaps_rates_and_goodput_by_hand():
             '"x"}]}, {"text": "two"}, {"id": 3}]',
         ),
         ("p.txt", "one\n\ntwo\n"),
+        ("p.CSV", "id,prompt\n1,one\n2,two\n"),
+        ("p.ndjson", '{"text": "one"}\n{"text": "two"}\n'),
     ],
 )
 def test_prompts_are_read_from_files(name, text, tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.calibrate.data import split_text
 from quantkit.calibrate.documents import UnknownRecordFormat, plain_text, read_document
 from quantkit.common.errors import QuantkitError
-from quantkit.common.records import Row, read_rows, read_text
+from quantkit.common.records import Row, holds_records, read_rows, read_text
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -58,12 +58,12 @@ def read_documents(
 ) -> list[Tensor]:
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
-    A .jsonl or .json has one document a record, {"text": ...} or {"messages": [...]}, each
-    truncated to seq_len; any other file is one text, split into pieces of seq_len, each with BOS if
+    A file of records (common/records.py) has one document a record, {"text": ...} or
+    {"messages": [...]}, each truncated to seq_len; any other file is one text, split into pieces of seq_len, each with BOS if
     the model has it. Without a chat template a conversation becomes its text, as in calibration.
     Raises QuantkitError where the file cannot be read or has nothing to predict.
     """
-    if path.suffix in (".json", ".jsonl") and path.is_file():
+    if holds_records(path) and path.is_file():
         rows = itertools.islice(read_rows(path), limit)
         documents = [_encode(place, row, tokenizer)[:seq_len] for place, row in rows]
     else:

@@ -34,7 +34,7 @@ from quantkit.common import plots
 from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.pages import render_page
-from quantkit.common.records import Row, read_rows, read_text
+from quantkit.common.records import Row, holds_records, read_rows, read_text
 from quantkit.common.result import JsonObject
 
 
@@ -72,13 +72,13 @@ class Workload:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file: a .jsonl of {"prompt"}, {"text"} or {"messages"}, a .json like ShareGPT's,
-    or a .txt with one prompt per line.
+    """Prompts of a file of records with "prompt", "text" or "messages", or like ShareGPT's; any
+    other file has one prompt per line.
 
     Of a conversation, the first user message. Raises QuantkitError where the file cannot be read or
     holds no prompt.
     """
-    if path.suffix in (".json", ".jsonl") and path.is_file():
+    if holds_records(path) and path.is_file():
         found = [prompt for _, row in read_rows(path) if (prompt := _prompt(row))]
     else:
         found = [line.strip() for line in read_text(path, "prompts").split("\n") if line.strip()]

@@ -138,6 +138,10 @@ def test_documents(tiny_dense_checkpoint, tmp_path, text):
     said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     chat.write_text(json.dumps({"messages": said}) + "\n")
     assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
+    table = tmp_path / "texts.csv"
+    table.write_text('id,text\n1,"one, two"\n2,three\n')
+    found = [ids.tolist() for ids in read_documents(table, tokenizer, seq_len=99)]
+    assert found == [tokenizer.encode("one, two"), tokenizer.encode("three")]
 
 
 def test_a_conversation_is_plain_text_to_a_model_without_a_template(
