@@ -38,7 +38,8 @@ from quantkit.common.result import JsonObject
 from quantkit.common.sizes import format_bytes
 
 MANIFEST = "manifest.json"
-_REMEDY = "choose another --out, or move it away"
+_ELSEWHERE = "choose another --out (DST of convert)"
+_REMEDY = f"{_ELSEWHERE}, or move it away"
 
 
 def file_entries(shards: Mapping[str, int], contents: Mapping[str, bytes]) -> dict[str, JsonObject]:
@@ -101,7 +102,7 @@ def check_owned(directory: Path) -> None:
         )
         raise QuantkitError(
             f"{directory} holds {found[0].name}, {reason}, so it is not overwritten",
-            "choose another --out, or remove it by hand",
+            f"{_ELSEWHERE}, or remove it by hand",
         )
     for path in found:
         if path.name != MANIFEST and path.name not in files:
@@ -213,7 +214,7 @@ def _check_pair(target: Path, source: Path) -> None:
 
 def _refuse(fault: bool, problem: str) -> None:
     if fault:
-        raise QuantkitError(problem, "choose another --out")
+        raise QuantkitError(problem, _ELSEWHERE)
 
 
 def _ancestors(path: Path) -> set[_Id]:
@@ -260,17 +261,17 @@ def check_target(out: Path, run: Mapping[str, str], overwrite: bool) -> None:
     previous = read_manifest(out).get("run")
     if previous is None:
         if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
-            raise QuantkitError(f"{out} exists", "choose another --out, or give --overwrite")
+            raise QuantkitError(f"{out} exists", f"{_ELSEWHERE}, or give --overwrite")
         raise QuantkitError(
             f"{out} exists, and quantkit did not make it",
-            "choose another --out, or remove it by hand",
+            f"{_ELSEWHERE}, or remove it by hand",
         )
     different = differing_keys(
         previous,
         {key: value for key, value in run.items() if key != "layout"},  # follows from the others
     )
     how = f"made with a different {different}" if different else "and is not as it was written"
-    raise QuantkitError(f"{out} exists, {how}", "choose another --out, or give --overwrite")
+    raise QuantkitError(f"{out} exists, {how}", f"{_ELSEWHERE}, or give --overwrite")
 
 
 def check_partial(partial: Path) -> None:
@@ -410,5 +411,5 @@ def check_disk(folder: Path, needed: int) -> None:
         raise QuantkitError(
             f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} "
             "more",
-            f"free {format_bytes(needed - free)}, or choose another --out",
+            f"free {format_bytes(needed - free)}, or {_ELSEWHERE}",
         )

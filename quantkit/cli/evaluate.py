@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -244,6 +245,7 @@ def needle(
     """Make long texts with hidden numbers, of 4K to 60K tokens and more, for eval's task
     `needle`."""
     from quantkit.checkpoint.hub import find_local
+    from quantkit.evaluation.tasks.definitions import find_task
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
     from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -267,10 +269,24 @@ def needle(
         )
     )
     write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
+    files = find_task("needle").data.files
+    folder = next((one for file in files if (one := _data_dir(out, Path(file))) is not None), None)
     console.notify(
-        f"{len(rows)} problems in {out}; quantkit eval MODEL --tasks needle --data-dir "
-        f"{out.parent.parent}"
+        f"{len(rows)} problems in {out}; "
+        + (
+            f"the task needle reads {' or '.join(files)} below --data-dir"
+            if folder is None
+            else shlex.join(
+                ["quantkit", "eval", "MODEL", "--tasks", "needle", "--data-dir", str(folder)]
+            )
+        )
     )
+
+
+def _data_dir(out: Path, file: Path) -> Path | None:
+    """The folder below which `out` is `file`; None if it has another name."""
+    whole, own = out.absolute(), file.parts
+    return whole.parents[len(own) - 1] if whole.parts[-len(own) :] == own else None
 
 
 def _lengths(text: str) -> list[int]:

@@ -77,6 +77,7 @@ bench LLAMA --input-len 5000 --output-len 4 --concurrency 1 --requests 1 -> --in
 bench LLAMA --input-len 8 --output-len 5000 --concurrency 1 --requests 1 -> --output-len <4>
 convert QUANT NEW -> --format <gptq> | --dtype bf16
 convert QUANT NEW --format modelslim -> --format gptq | --format compressed-tensors
+convert QUANT DONE --format gptq -> convert QUANT <NEW> --format gptq | --overwrite
 convert LLAMA NEW --format awq -> quantkit quantize LLAMA <--scheme> <rtn-w4a16> <--out> <NEW>
 playground QUANT LLAMA --port BUSY -> --port <FREE>
 go LLAMA --devices cpu --tasks tiny-math --dry-run -> --score

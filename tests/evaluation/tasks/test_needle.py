@@ -1,5 +1,7 @@
 """Texts with hidden numbers, counted by real tokenizers."""
 
+import re
+
 import pytest
 from commands import typed
 from graded import graded
@@ -45,6 +47,20 @@ def test_the_command_makes_what_the_task_reads(tmp_path):
     assert groups == {f"{length} {kind}" for length in (512, 4096) for kind in KINDS}
     assert 4096 - 60 < rows[-1]["tokens"] <= 4096
     assert setting.generation.temperature == 0
+
+
+@pytest.mark.parametrize("name", ["my texts/needle.jsonl", "needle/test.jsonl", "texts.jsonl"])
+def test_the_command_that_it_prints_finds_the_texts(name, tmp_path):
+    made = typed(f"needle tiny-r1 --lengths 512 --count 1 --out '{tmp_path / name}'")
+    assert made.code == 0, made.err
+    printed = re.search(r"quantkit (eval MODEL .+)$", made.err, re.MULTILINE)
+    if name == "texts.jsonl":  # the task reads no file of that name
+        assert printed is None
+        return
+    assert printed is not None, made.err
+    line = printed[1].replace("MODEL", "tiny-r1")
+    done = typed(f"{line} --limit 1 --max-tokens 2 --repeats 1")
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize(
