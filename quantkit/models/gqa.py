@@ -37,6 +37,7 @@ from quantkit.models.mlp import (
     MoeMlp,
     add_bias,
     bias_of,
+    biased,
     fusing,
     mlp_parameters,
     mlp_scale_groups,
@@ -361,11 +362,12 @@ class Attention:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        return add_bias(self.o(self.attended(self.qkv(x), context)), self.o_bias)
+        qkv = biased(self.qkv, x, self.qkv_bias)
+        return biased(self.o, self.attended(qkv, context), self.o_bias)
 
     def attended(self, qkv: Tensor, context: Context) -> Tensor:
-        """What the linear qkv gives, without its bias [T, N] -> what o reads [T, K]."""
-        c, qkv = self.config, add_bias(qkv, self.qkv_bias)
+        """What the linear qkv gives, with its bias [T, N] -> what o reads [T, K]."""
+        c = self.config
         if self.joint_norms is not None:
             qkv = self._norm_queries_and_keys(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
@@ -437,7 +439,8 @@ class DecoderLayer(decoder.DecoderLayer):
         if not linears:
             return None
         qkv, o, gate_up, down = linears
-        attended = a.attended(qkv.fused(residual, self.input_norm, self.eps), context)
+        both = add_bias(qkv.fused(residual, self.input_norm, self.eps), a.qkv_bias)
+        attended = a.attended(both, context)
         residual = add_bias(o.fused(attended, residual=residual), a.o_bias)
         both = add_bias(gate_up.fused(residual, self.mlp_norm, self.eps), mlp.gate_up_bias)
         return add_bias(down.fused(both, residual=residual), mlp.down_bias)

@@ -301,7 +301,7 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        both = add_bias(self.gate_up(x), self.gate_up_bias)
+        both = biased(self.gate_up, x, self.gate_up_bias)
         if self.is_plain and (down := fusing(len(x), self.down)):
             out = down[0].fused(both)
         elif self.rotation:
@@ -321,6 +321,13 @@ def fusing(rows: int, *operators: LinearOp) -> list[Linear]:
     (`Linear.fused`); else none."""
     found = [one for one in operators if isinstance(one, Linear) and one.fuses(rows)]
     return found if len(found) == len(operators) else []
+
+
+def biased(linear: LinearOp, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] -> [T, N], in one launch where the linear adds a bias itself."""
+    if bias is not None and isinstance(linear, Linear):
+        return linear.biased(x, bias)
+    return add_bias(linear(x), bias)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -52,6 +52,19 @@ def test_linear_matches_float64(grid, backend, dtype):
         assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (m, n, k)
 
 
+@pytest.mark.parametrize("rows", [3, 2048])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_linear_with_a_bias(grid, backend, rows):
+    skip_unusable(grid, backend, torch.bfloat16, (48, 256))
+    rng = torch.Generator().manual_seed(3)
+    weight, bias = random_weight(grid, 48, 256, rng), 5 * torch.randn(48, generator=rng).bfloat16()
+    x = torch.randn(rows, 256, generator=rng).bfloat16()
+    y = prepare(weight, backend=backend).biased(x, bias)
+    exact = exact_linear(x, weight) + bias.double()
+    assert distance(y, exact) < 2 * TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_linear_with_what_is_around_it(grid, backend):

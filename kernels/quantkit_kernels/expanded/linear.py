@@ -7,7 +7,7 @@ from torch import Tensor
 from quantkit_kernels.blocks import blocked_matmul
 from quantkit_kernels.cpu import dense
 from quantkit_kernels.cpu.units import has_unit
-from quantkit_kernels.linear import Linear, quantize_rows
+from quantkit_kernels.linear import BIASED_ROWS, Linear, quantize_rows
 from quantkit_kernels.weights import Int8, Weight, dequantize, shape
 
 # From this many rows on, a CPU without bf16/fp16 units is faster in float32, expanding the weight
@@ -38,6 +38,12 @@ class ExpandedLinear(Linear):
                 x.float(), self.out_features, lambda start, stop: self.weight[start:stop].float()
             ).to(self.dtype)
         return F.linear(x, self.weight)
+
+    def biased(self, x: Tensor, bias: Tensor) -> Tensor:
+        """On a GPU the library adds the bias to the sums."""
+        if x.is_cuda and x.shape[0] >= BIASED_ROWS:
+            return F.linear(x, self.weight, bias)
+        return super().biased(x, bias)
 
 
 class ExpandedInt8Linear(Linear):

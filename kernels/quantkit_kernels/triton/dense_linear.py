@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.linear import Linear
+from quantkit_kernels.linear import BIASED_ROWS, Linear
 from quantkit_kernels.triton.cards import (
     architecture,
     dense_plan,
@@ -31,14 +31,22 @@ class TritonDenseLinear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if self.fuses(len(x)):
             return multiply_small(x.contiguous(), self.weight)
-        plan = dense_plan(
-            architecture(self.device), self.out_features, self.in_features, x.shape[0]
-        )
+        plan = self._plan(len(x))
         return (
             F.linear(x, self.weight)
             if plan is None
             else multiply_rows(x.contiguous(), self.weight, plan)
         )
+
+    def _plan(self, rows: int) -> DenseRowsPlan | None:
+        """None: the library multiplies."""
+        return dense_plan(architecture(self.device), self.out_features, self.in_features, rows)
+
+    def biased(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Where the library multiplies, it adds the bias to the sums."""
+        if len(x) < BIASED_ROWS or self._plan(len(x)) is not None:
+            return super().biased(x, bias)
+        return F.linear(x, self.weight, bias)
 
     def fuses(self, rows: int) -> bool:
         small = is_small_dense(architecture(self.device), self.out_features, self.in_features)
