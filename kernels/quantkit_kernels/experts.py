@@ -84,6 +84,11 @@ class Experts(ABC):
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Of weights that a call of many tokens decodes at a time, at most."""
+        return 0
+
 
 class ExpertsLayout(ABC):
     """What a backend does with experts as they come: `place` one, in any order, then `finish`."""

@@ -89,7 +89,7 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
         mlp_rows = _EXPERT_ROWS * (config.routing.num_experts_per_tok + 1)
     return (
         LONG_PREFILL_TOKENS * _ROWS * row
-        + max(int(LONG_PREFILL_TOKENS * mlp_rows * row), at_once)
+        + max(int(LONG_PREFILL_TOKENS * mlp_rows * row) + loaded.weights.decoded_bytes, at_once)
         + (LONG_PREFILL_TOKENS * net.prompt_bytes(loaded.weights.parallel.size) if net else 0)
         + _GRAPHS_BYTES
     )
@@ -140,7 +140,8 @@ def plan_kv_cache(
     ):
         with suppress(QuantkitError):
             return replace(plan(left_bytes=for_steps), checkpoints=checkpoints)
-    return replace(plan(), checkpoints=checkpoints)
+    free -= loaded.weights.decoded_bytes
+    return replace(plan(free_bytes=free), checkpoints=checkpoints)
 
 
 def _num_checkpoints(loaded: LoadedModel, options: EngineOptions, free: int) -> int:

@@ -112,6 +112,20 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
         assert default_chunk_tokens(dense, plan) == tokens
 
 
+def test_weights_that_a_pass_decodes_are_counted(loaded, monkeypatch):
+    """In long steps, and where a cache leaves no room for those."""
+    decoded, mixture = 1 << 30, of(loaded, cache=KeyValueCache(8, 64))
+    needed, options = long_step_bytes(mixture), EngineOptions(Path("model"), max_batch=1 << 20)
+    free(monkeypatch, 1 << 32)
+    short = replace(options, chunk_tokens=4096)
+    per_block = 64 * loaded.cache_token_bytes
+    before = plan_kv_cache(loaded, short).num_blocks
+    monkeypatch.setattr(loaded.weights, "decoded_bytes", decoded)
+    assert long_step_bytes(mixture) == needed + decoded
+    fewer = before - plan_kv_cache(loaded, short).num_blocks
+    assert abs(fewer * per_block - 0.9 * decoded) < 2 * per_block
+
+
 def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded, monkeypatch):
     needed, per_block = long_step_bytes(loaded), 64 * loaded.cache_token_bytes
     options = EngineOptions(Path("model"), max_batch=1 << 20)  # as much as there is

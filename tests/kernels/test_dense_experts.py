@@ -7,7 +7,8 @@ from kernel_weights import exact_experts, layer, placed, random_experts
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance
 from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts
-from quantkit_kernels.triton.experts import in_parts, sort_few_pairs, sort_many_pairs
+from quantkit_kernels.triton.experts import in_parts
+from quantkit_kernels.triton.sorted_pairs import places_of, sort_few_pairs, sort_many_pairs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT = 5
@@ -71,3 +72,9 @@ def test_many_pairs_are_sorted_as_few_are(tokens, top_k, count, tile):
     assert torch.equal(found.tile_count[used], expected.tile_count[used])
     filled = (torch.arange(tile, device=DEVICE) < found.tile_count[:, None]) & used[:, None]
     assert torch.equal(found.order.view(-1, tile)[filled], expected.order.view(-1, tile)[filled])
+    places = places_of(ids.int(), count)
+    order = ids.flatten().sort(stable=True)
+    assert torch.equal(
+        places.rows[order.indices], torch.arange(tokens * top_k, device=DEVICE).int()
+    )
+    assert torch.equal(places.ends, ids.flatten().bincount(minlength=count).cumsum(0).int())

@@ -233,3 +233,42 @@ def test_experts_with_gates_and_biases(grid, gate, biased):
             distance(exact_experts(x, ids, topk_weights, weights, *other), exact) > 0.05
             for other in others
         )
+
+
+@pytest.mark.parametrize(
+    ("grid", "gate", "biased"),
+    [
+        ("fp4", "gpt-oss", True),
+        ("int4-asym-32", "SiLU", False),
+        ("w8a16-32", "SiLU", True),
+        ("int4-sym-128", "DeepSeek-V4", False),
+        ("int4-asym-64", "gpt-oss", True),
+        ("w8a16-128", "Kimi-K3", False),
+    ][: 6 if ON_A_CARD else 4],
+)
+def test_experts_whose_weights_are_decoded(grid, gate, biased, monkeypatch, poisoned_memory):
+    """At once and in parts, of which the last is smaller; expert 2 is asked by none, and one token
+    names an expert twice."""
+    rng, gating = torch.Generator().manual_seed(0), GATES[gate]
+    hidden, inner, count = 320 if step_of(grid) <= 64 else 384, 128 + step_of(grid), 4
+    weights = random_experts(grid, count, hidden, inner, rng)
+    biases = [
+        ExpertBiases(*(2 * torch.randn(size, generator=rng) for size in (inner, inner, hidden)))
+        if biased
+        else None
+        for _ in range(count)
+    ]
+    builder = ExpertsBuilder(count, backend="triton", device=DEVICE, gating=gating)
+    for expert in range(count):
+        builder.add(expert, *(side[expert] for side in weights), biases=biases[expert])
+    experts = builder.finish()
+    assert isinstance(experts, TritonExperts)
+    x = 4 * torch.randn(30, hidden, generator=rng).bfloat16()
+    ids = torch.tensor([0, 1, 3])[torch.randint(0, 3, (30, 2), generator=rng)]
+    ids[0] = 3
+    topk_weights = torch.rand(30, 2, generator=rng)
+    exact = exact_experts(x, ids, topk_weights, weights, gating, biases)
+    for part in (1 << 28, 2 * count * 256 * hidden):
+        monkeypatch.setattr("quantkit_kernels.triton.decoded_experts.DECODED_BYTES", part)
+        y = experts.decoded(*(one.to(DEVICE) for one in (x, ids, topk_weights)))
+        assert distance(y.cpu(), exact) < near(grid), part

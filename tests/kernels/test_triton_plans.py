@@ -9,6 +9,11 @@ import torch
 from quantkit_kernels import triton
 from quantkit_kernels.sizes import LinearSize, Products
 from quantkit_kernels.triton import cards, tune, wgmma, wgmma_plans
+from quantkit_kernels.triton.decoded_experts import (
+    DECODED_BYTES,
+    decoded_bytes,
+    is_faster_decoded,
+)
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 
 MULTIPROCESSORS = 108
@@ -59,6 +64,25 @@ def test_plans_by_the_rule_fit_the_card(name, monkeypatch):
             )
             assert cards.stage_bytes(down, kind) * down.stages <= room, (kind, pairs)
             assert gate_up.tokens == down.tokens
+
+
+def test_weights_of_experts_are_decoded_where_many_pairs_share_them():
+    """What is decoded at a time fits, of gpt-oss-20b, Qwen3-30B-A3B and DeepSeek-R1."""
+
+    def decoded(name="sm_90", kind="fp4", dtype=torch.bfloat16, sizes=(768, 2048), pairs=5000):
+        return is_faster_decoded(name, kind, dtype, sizes, pairs)
+
+    for kind in ("fp4", "int4", "w8a16"):
+        assert decoded(kind=kind)
+        assert decoded(kind=kind, pairs=1024)
+        assert not decoded(kind=kind, pairs=128)
+    for other in ({"kind": "int8"}, {"name": "sm_80"}, {"dtype": torch.float16}):
+        assert not decoded(**other)
+    assert not decoded(sizes=(772, 2048))
+    for intermediate, hidden, count in ((2880, 2880, 32), (768, 2048, 128), (2048, 7168, 256)):
+        held = decoded_bytes(count, intermediate, hidden)
+        assert held <= DECODED_BYTES
+        assert 2 * held > min(DECODED_BYTES, 2 * count * 2 * intermediate * hidden)
 
 
 def test_plans_by_wgmma_fit_hopper(monkeypatch):

@@ -83,8 +83,8 @@ from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
 from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
-from quantkit_kernels.triton.experts import MANY_PAIRS  # noqa: E402
 from quantkit_kernels.triton.small import multiply_small  # noqa: E402
+from quantkit_kernels.triton.sorted_pairs import MANY_PAIRS  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -328,8 +328,10 @@ def experts(grid, gated=False):
     prepared = builder.finish()
     counts = (1, 20, 64, 128) if EVERY and not gated else (1, 128)
     for tokens in (*counts, *((MANY_PAIRS // 8,) if grid == "dense" else ())):
-        ids = zeros(tokens, 8, dtype=torch.int64)
-        prepared(zeros(tokens, 2048), ids, zeros(tokens, 8, dtype=torch.float32))
+        given = (zeros(tokens, 8, dtype=INTS), zeros(tokens, 8, dtype=SINGLE))
+        prepared(zeros(tokens, 2048), *given)
+    if grid not in ("dense", "int8"):
+        prepared.decoded(zeros(tokens, 2048), *given)
 
 
 def linear_attention(card, by_channel):

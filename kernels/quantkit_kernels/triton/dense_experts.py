@@ -14,7 +14,8 @@ from quantkit_kernels.experts import Experts, StackedLayout
 from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
-from quantkit_kernels.triton.experts import in_parts, sort_pairs
+from quantkit_kernels.triton.experts import in_parts
+from quantkit_kernels.triton.sorted_pairs import sort_pairs
 
 
 class DensePlan(NamedTuple):

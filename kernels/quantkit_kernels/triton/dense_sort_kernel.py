@@ -21,16 +21,13 @@ def count_pairs(ids, pairs, counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, 
     )
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "tiles"])
-def place_pairs(
-    ids, pairs, counts, blocks, tile_expert, tile_count, order, tiles,
-    EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    SOME: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def slots_of(
+    ids, pairs, counts, block, blocks, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """A program per BLOCK pairs, which also describes TILES tiles; unused ones have expert -1 and
-    no pairs. SOME: blocks, and pairs, that are looked at at once."""
-    wait_for_input(PDL)
-    block = tl.program_id(0)
+    """A block's pairs and the slot of each, in tiles of TOKENS; and of each expert how many pairs
+    it has, its first tile, and the one after its last."""
     number = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
@@ -55,6 +52,22 @@ def place_pairs(
             ((theirs[None, :] == mine[:, None]) & (others[None, :] < own[:, None])).to(tl.int32), 1
         )
     slot = tl.gather(first * TOKENS + before, tl.maximum(mine, 0), 0) + rank
+    return at, slot, total, first, end
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "tiles"])
+def place_pairs(
+    ids, pairs, counts, blocks, tile_expert, tile_count, order, tiles,
+    EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    SOME: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per BLOCK pairs, which also describes TILES tiles; unused ones have expert -1 and
+    no pairs. SOME: blocks, and pairs, that are looked at at once."""
+    wait_for_input(PDL)
+    block = tl.program_id(0)
+    at, slot, total, first, end = slots_of(
+        ids, pairs, counts, block, blocks, EXPERTS, TOKENS, BLOCK, SOME
+    )
     tl.store(order + slot, at, mask=at < pairs)
     tile = block * TILES + tl.arange(0, TILES)
     expert = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
@@ -64,3 +77,18 @@ def place_pairs(
     )
     tl.store(tile_expert + tile, tl.where(expert < EXPERTS, expert, -1), mask=tile < tiles)
     tl.store(tile_count + tile, tl.where(expert < EXPERTS, count, 0), mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def place_rows(
+    ids, pairs, counts, blocks, rows, ends, experts,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program per BLOCK pairs: rows[pair] among all pairs sorted by expert. The first also
+    writes where each expert's rows end."""
+    wait_for_input(PDL)
+    block = tl.program_id(0)
+    at, row, _, _, end = slots_of(ids, pairs, counts, block, blocks, EXPERTS, 1, BLOCK, SOME)
+    tl.store(rows + at, row, mask=at < pairs)
+    number = tl.arange(0, EXPERTS)
+    tl.store(ends + number, end, mask=(number < experts) & (block == 0))

@@ -5,6 +5,7 @@ shifted are part of the two products.
 No launch depends on the routing's values, so a step can be captured in a graph.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from quantkit_kernels.experts import BiasedExpertsLayout, Experts
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
-from quantkit_kernels.pairs import Slots, empty_slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import (
     ExpertsPlan,
@@ -22,20 +22,20 @@ from quantkit_kernels.triton.cards import (
     experts_plan,
     experts_split,
     multiprocessors,
-    overlapped,
+)
+from quantkit_kernels.triton.decoded_experts import (
+    decoded_bytes,
+    is_faster_decoded,
+    multiply_decoded,
 )
 from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, ChosenExperts, Packed, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
+from quantkit_kernels.triton.sorted_pairs import sort_pairs
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
 KEPT_BYTES = 1 << 30
 """Of pairs that are computed at once, between the launches. Each part reads all experts and leaves
 tiles half empty: 8192 tokens of gpt-oss-20b and of Qwen3-30B-A3B, 0.6 GB, are one."""
-MANY_PAIRS = 8192
-"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose
-programs read all."""
-_SORTED, _LOOKED_AT = 256, 32
-"""Pairs of a program that sorts; how many of them, and of programs, it looks at at once."""
 _ROUNDED_TILE = 128
 """From tiles of so many tokens on a pair's result is rounded before it is added to those of its
 token, as is written and read then in half of the time."""
@@ -65,7 +65,27 @@ class TritonExperts(Experts):
             self.hidden,
             topk_ids.numel() / self.num_experts,
         )
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, self)
+        return in_parts(partial(self._part, plan=plan), x, topk_ids, topk_weights, self)
+
+    def _part(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan) -> Tensor:
+        if self._is_faster_decoded(topk_ids.numel() / self.num_experts):
+            return self.decoded(x, topk_ids, topk_weights)
+        return self.by_plan(x, topk_ids, topk_weights, plan)
+
+    def _is_faster_decoded(self, pairs_per_expert: float) -> bool:
+        sizes = (self.intermediate, self.hidden)
+        name = architecture(self.device)
+        return is_faster_decoded(name, self.gate_up.kind, self.dtype, sizes, pairs_per_expert)
+
+    @property
+    def decoded_bytes(self) -> int:
+        if not self._is_faster_decoded(sys.maxsize):
+            return 0
+        return decoded_bytes(self.num_experts, self.intermediate, self.hidden)
+
+    def decoded(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Of weight-only grids, over weights in the compute dtype, some at a time."""
+        return multiply_decoded(self.gate_up, self.down, self.gating, x, topk_ids, topk_weights)
 
     def by_plan(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0
@@ -137,55 +157,6 @@ def in_parts(
     )
     results = [compute(*part) for part in parts]
     return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
-    """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`."""
-    sort = sort_few_pairs if topk_ids.numel() < MANY_PAIRS else sort_many_pairs
-    return sort(topk_ids, num_experts, tokens)
-
-
-def sort_few_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
-    """As `sort_pairs`, in one launch."""
-    from quantkit_kernels.triton.experts_kernel import sort_pairs as kernel
-
-    pairs = topk_ids.numel()
-    slots = empty_slots(topk_ids, num_experts, tokens)
-    block = min(1024, max(128, rows.power_of_two(pairs)))
-    experts, how = max(2, rows.power_of_two(num_experts)), overlapped(topk_ids.device)
-    kernel[(num_experts,)](
-        topk_ids,
-        pairs,
-        *slots,
-        slots.tile_count.numel(),
-        num_experts,
-        EXPERTS=experts,
-        TOKENS=tokens,
-        BLOCK=block,
-        **how,
-    )
-    return slots
-
-
-def sort_many_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
-    """As `sort_pairs`, in two."""
-    from quantkit_kernels.triton.dense_sort_kernel import count_pairs, place_pairs
-
-    pairs, how = topk_ids.numel(), overlapped(topk_ids.device)
-    slots = empty_slots(topk_ids, num_experts, tokens)
-    blocks, tiles, experts = (
-        -(-pairs // _SORTED),
-        slots.tile_count.numel(),
-        max(2, rows.power_of_two(num_experts)),
-    )
-    counts = torch.empty(blocks, experts, dtype=torch.int32, device=topk_ids.device)
-    count_pairs[(blocks,)](topk_ids, pairs, counts, EXPERTS=experts, BLOCK=_SORTED, **how)
-    place_pairs[(blocks,)](
-        topk_ids, pairs, counts, blocks, *slots, tiles,
-        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED,
-        TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
-    )  # fmt: skip
-    return slots
 
 
 class TritonExpertsLayout(BiasedExpertsLayout):

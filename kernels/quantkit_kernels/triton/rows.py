@@ -5,8 +5,8 @@ from torch import Tensor
 
 from quantkit_kernels.triton.cards import overlapped
 from quantkit_kernels.triton.launch import COLUMNS, KINDS, Packed, by_assembly, decoded_type
+from quantkit_kernels.triton.layout import SPAN, STRIP
 
-_EXPAND_ROWS = 64
 _WIDEST, _PART = 1 << 15, 1 << 12
 """Activations of a token that a program holds while they are quantized, 64 a thread; of more it
 takes so many at a time, twice."""
@@ -44,23 +44,34 @@ def sum_pairs(weighed: Tensor, y: Tensor) -> None:
 
 def expanded(packed: Packed, dtype: torch.dtype) -> Tensor:
     """A 4-bit or weight-only int8 weight [N, K] in `dtype`."""
+    full = torch.empty(packed.n, packed.k, dtype=dtype, device=packed.steps.codes.device)
+    expand_rows(packed, 0, full[None])
+    return full
+
+
+def expand_rows(packed: Packed, first: int, out: Tensor) -> None:
+    """Write rows `first`, a multiple of STRIP, and on of each expert into out [E, rows, K], whose
+    last two dimensions are contiguous; E is 1 for a linear. 4 bits or weight-only int8."""
     from quantkit_kernels.triton.expand_kernel import expand, expand_w8a16
 
     codes, scales, row_scale = packed.steps
-    full = torch.empty(packed.n, packed.k, dtype=dtype, device=codes.device)
-    rows = len(row_scale)
+    experts, count, k = out.shape
+    rows = row_scale.shape[-1]
+    assert first % STRIP == 0, first
+    assert first + count <= rows, (first, count, rows)
+    grid = (-(-k // SPAN), -(-count // STRIP), experts)
+    where = (rows, k, first, count, out.stride(0))
     if packed.kind == "w8a16":
-        expand_w8a16[(-(-packed.k // 128), rows // _EXPAND_ROWS)](
-            codes, scales, full, rows, packed.n, packed.k,
-            GROUP=packed.group, BN=_EXPAND_ROWS, DTYPE=decoded_type(dtype),
+        expand_w8a16[grid](
+            codes, scales, out, *where,
+            GROUP=packed.group, BN=STRIP, DTYPE=decoded_type(out.dtype),
         )  # fmt: skip
-        return full
-    expand[(-(-packed.k // 128), rows // _EXPAND_ROWS)](
-        codes, scales, row_scale, full, rows, packed.n, packed.k,
-        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], BN=_EXPAND_ROWS,
-        NVIDIA=by_assembly(full.device), DTYPE=decoded_type(dtype),
+        return
+    expand[grid](
+        codes, scales, row_scale, out, *where,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], BN=STRIP,
+        NVIDIA=by_assembly(out.device), DTYPE=decoded_type(out.dtype),
     )  # fmt: skip
-    return full
 
 
 def power_of_two(count: int) -> int:

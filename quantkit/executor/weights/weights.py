@@ -117,6 +117,8 @@ class ExecutorWeights:
         self._warned_unserved: set[str] = set()
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
+        self.decoded_bytes = 0
+        """Of weights that a pass decodes at a time, at most."""
 
     def tensor(self, name: str) -> Tensor:
         """As `Weights.tensor`: float32 for `_WIDE` roles, the compute dtype for the rest."""
@@ -284,6 +286,7 @@ class ExecutorWeights:
         assert builder is not None, "a layer without experts"
         prepared = builder.finish()
         self.nbytes += prepared.nbytes
+        self.decoded_bytes = max(self.decoded_bytes, prepared.decoded_bytes)
         return self._prefetcher.follow(prepared) if self._prefetcher else prepared
 
     def all_reduce(self, x: Tensor) -> Tensor:
