@@ -202,9 +202,9 @@ class ResponseAnswer:
             for event in self._parts(self._reading.push(0, piece.text, last=done is not None)):
                 yield event
             if done is not None:
-                for event in self._close():
-                    yield event
                 status = "incomplete" if done.finish_reason == "length" else "completed"
+                for event in self._close(status):
+                    yield event
                 yield self._event(f"response.{status}", response=self._response(status, done))
 
     def _parts(self, parts: AnswerParts) -> Iterator[JsonObject]:
@@ -249,12 +249,12 @@ class ResponseAnswer:
             "response.output_item.added", output_index=len(self._items) - 1, item=shown
         )
 
-    def _close(self) -> Iterator[JsonObject]:
-        """The open item is complete."""
+    def _close(self, status: str = "completed") -> Iterator[JsonObject]:
+        """The open item ends; status: incomplete where max_output_tokens cut it."""
         item = self._open
         if item is None:
             return
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             yield self._about(
                 "response.function_call_arguments.done",

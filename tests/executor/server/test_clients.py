@@ -187,6 +187,10 @@ def test_responses(client):
     assert events[-1].response.output_text == whole.output_text
     cut = client.responses.create(max_output_tokens=2, **asked)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert ([item.status for item in whole.output], [item.status for item in cut.output]) == (
+        ["completed"],
+        ["incomplete"],
+    )
 
 
 def deltas(events, kind):
