@@ -83,11 +83,23 @@ def preview(text: str, tokens: int) -> str:
 
 
 def data_warnings(
-    sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None, left: int = 0
+    sequences: list[Tensor],
+    *,
+    wanted: int,
+    seq_len: int,
+    unknown: int | None,
+    left: int = 0,
+    positions: int = 0,
 ) -> list[str]:
     """Warnings about the sequences. wanted: sequences requested. unknown: id of the unknown token.
-    left: records not needed."""
+    left: records not needed. positions: of the model, 0 if unknown."""
     found, lengths = [], [len(sequence) for sequence in sequences]
+    if 0 < positions < max(lengths):
+        found.append(
+            f"the longest document has {max(lengths):,} tokens, and the model's "
+            f"max_position_embeddings is {positions:,}: what it computes beyond is no sample of "
+            f"its inputs; give --seq-len {positions}"
+        )
     different = Counter(tuple(sequence.tolist()) for sequence in sequences)
     if len(sequences) < wanted:
         found.append(
@@ -131,6 +143,8 @@ BUILTIN = "builtin"
 """The value of --calibration for it, where a model ships a text or would write one."""
 SHIPPED_TEXT = "calibration.jsonl"
 """Calibration data that a model may have in its folder."""
+_SHORTEST = 8
+"""The least --seq-len."""
 WRITTEN = "written by the model"
 """The kind of such documents."""
 _OWN_FORMS = (
@@ -190,12 +204,13 @@ def load_sequences(
     seed: int,
     records: Sequence[Any] | None = None,
     further: int = 0,
+    positions: int = 0,
 ) -> Sequences:
     """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that
     proportion, and up to `further` more.
 
     source: a file or the id of a data set; None for quantkit's own text. records: read elsewhere,
-    which `source` then only names. Raises QuantkitError if
+    which `source` then only names. positions: of the model, 0 if unknown. Raises QuantkitError if
     the source does not exist, has a record in no known format, or is too small to hold any out.
     """
     wanted = samples + held_out
@@ -203,7 +218,8 @@ def load_sequences(
     own = source is None
     place = str(calibration_text()) if source is None else source
     forms: tuple[str, ...]
-    if records is None and Path(place).suffix.casefold() in TEXTS:
+    is_one_text = records is None and Path(place).suffix.casefold() in TEXTS
+    if is_one_text:
         drawn, forms = _split_text(Path(place), encoder, seq_len, seed), ("plain text",)
     else:
         numbered = ((f"record {number}", value) for number, value in enumerate(records or ()))
@@ -224,9 +240,12 @@ def load_sequences(
             if drawn.empty
             else ""
         )
+        half = sum(map(len, found)) // 2
         raise QuantkitError(
             f"calibration data {place} gives {len(found) or 'no'} sequence{empty}",
-            "give at least two, better some hundred",
+            f"give a longer text, or --seq-len {half}"
+            if is_one_text and half >= _SHORTEST
+            else "give at least two, better some hundred",
         )
     kept = len(found)
     judged = (
@@ -245,6 +264,7 @@ def load_sequences(
         seq_len=seq_len,
         unknown=getattr(encoder, "unknown_id", None),
         left=left,
+        positions=positions,
     )
     if is_shipped(Path(place)):
         warnings = []  # the model's author chose the amount of text

@@ -49,12 +49,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def find_yaml(name_or_path: str, *folder: str) -> Path | None:
-    """A YAML file by path, or by name without .yaml in `folder` of the shipped files; a name with a
+    """A YAML file by name without .yaml in `folder` of the shipped files, or by path; a name with a
     slash is a path. None if there is no such file."""
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
-    path = Path(name_or_path) if is_path else asset(*folder) / f"{name_or_path}.yaml"
+    shipped = [] if is_path else [asset(*folder) / f"{name_or_path}.yaml"]
     try:
-        return path if path.is_file() else None
+        return next((path for path in (*shipped, Path(name_or_path)) if path.is_file()), None)
     except OSError:  # not a valid file name
         return None
 

@@ -33,6 +33,8 @@ from quantkit.common.progress import Note, OnEvent, Progress, RunUsage, ignore_e
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.base import grid_label
 from quantkit.grids.schemes import Scheme
+from quantkit.models import is_known
+from quantkit.models.architecture import longest_text
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.models.mtp import has_block_head
 from quantkit.quantization.bit_allocation import (
@@ -263,7 +265,10 @@ def _checked(
     if job.request.methods or recipe.prune:
         text = write_text(job.checkpoint.source) if recipe.calibration == SELF else None
         path = str(text) if text else recipe.calibration
-        sequences = load_sequences(path, ChatTokenizer(source), **recipe.sizes, records=records)
+        positions = longest_text(job.inventory.config) if is_known(job.checkpoint.config) else 0
+        sequences = load_sequences(
+            path, ChatTokenizer(source), **recipe.sizes, records=records, positions=positions
+        )
     name = job.request.format
     own = recipe.model_copy(
         update={"scheme": request.scheme.name}

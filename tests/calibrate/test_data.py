@@ -239,6 +239,24 @@ def test_bad_sources_are_named(tmp_path, name, content, says):
     assert "\n" not in str(told.value)
 
 
+def test_a_text_that_is_one_sequence_gives_two_shorter_ones_as_its_refusal_says(tmp_path):
+    source = tmp_path / "c.txt"
+    source.write_text("a" * 40)
+    with refused(r"gives 1 sequence; .* --seq-len \d+$") as said:
+        load(source, seq_len=64)
+    found = load(source, seq_len=int(str(said.value).split()[-1]))
+    assert len(found.calibration) + len(found.held_out) == 2
+
+
+def test_sequences_beyond_the_positions_of_a_model_are_said(tmp_path):
+    source = tmp_path / "c.txt"
+    source.write_text("".join(map(chr, range(97, 177))))
+    options = {"samples": 3, "held_out": 1, "seq_len": 20, "seed": 0}
+    for positions, beyond in ((0, False), (20, False), (16, True)):
+        found = load_sequences(str(source), Letters(), **options, positions=positions)
+        assert any("--seq-len 16" in one for one in found.summary.warnings) == beyond
+
+
 def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path):
     """U+2028 ends no line of a .jsonl, and a mark that an editor put before the first one is no
     part of it."""

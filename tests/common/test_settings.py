@@ -99,3 +99,12 @@ def test_a_shaken_file_is_read_or_refused(tmp_path):
         except QuantkitError:
             refused += 1
     assert refused > 10
+
+
+def test_a_file_of_any_name_is_read_and_a_shipped_one_goes_before_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = load_recipe("rtn-w4a16")
+    for name in ("mine.txt", "rtn-w4a16"):
+        (tmp_path / name).write_text("{scheme: awq-w4a16, samples: 3}")
+    assert load_recipe("mine.txt").samples == 3
+    assert load_recipe("rtn-w4a16") == shipped
