@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.server.options import ServerOptions
 from quantkit.executor.server.tools.formats import named_format
+
+if TYPE_CHECKING:
+    from quantkit.tokenizer.chat import ChatTemplate
 
 _RUN_OPTIONS = (
     "draft_length",
@@ -165,17 +168,12 @@ def serve(
     does; `run` is greedy.
     """
     from quantkit.common.bind import is_loopback, url_address
-    from quantkit.common.model_files import read_text
     from quantkit.executor.server.serve import serve as run_server
     from quantkit.executor.worker import lead_or_follow
-    from quantkit.tokenizer.chat import ChatTemplate
 
     if server.tool_parser != "auto":
         named_format(server.tool_parser)
-    file = server.chat_template
-    template = None if file is None else ChatTemplate(read_text(file), str(file))
-    if template is not None:
-        template.check()
+    template = None if server.chat_template is None else _read_template(server.chat_template)
     options = _resolved(engine, model, count_experts)
     with _sockets(server.host, server.port) as sockets:
         with console.status(f"loading {model}"):
@@ -199,6 +197,22 @@ def serve(
         log = console.notify if server.log_requests else None
         with closing(running), _expert_counts_to(running, count_experts):
             run_server(running, server.served_name or model_basename(model), server, sockets, log)
+
+
+def _read_template(file: Path) -> "ChatTemplate":
+    from quantkit.common.model_files import read_text
+    from quantkit.tokenizer.chat import ChatTemplate
+
+    remedy = "give --chat-template a file that holds one, or leave it out"
+    try:
+        text = read_text(file)
+    except QuantkitError as fault:
+        raise QuantkitError(fault.problem, remedy) from fault
+    if not text.strip():
+        raise QuantkitError(f"{file} is empty: it renders no conversation", remedy)
+    template = ChatTemplate(text, str(file))
+    template.check()
+    return template
 
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:

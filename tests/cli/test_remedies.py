@@ -52,6 +52,8 @@ run LLAMA --raw --max-new-tokens 2 --prompt a --collectives int8 -> no --collect
 run BARE --max-new-tokens 2 --prompt a -> --raw
 serve BARE --device cpu --cache nope -> --cache int8 | --cache fp8 | no --cache
 serve LLAMA --device cpu --port BUSY -> --port <FREE> | --host <127.0.0.2>
+serve LLAMA --device cpu --chat-template NEW -> --chat-template <JINJA> | no --chat-template
+serve LLAMA --device cpu --chat-template EMPTY -> --chat-template <JINJA> | no --chat-template
 serve BARE --device cpu --draft-length 1 -> no --draft-length
 deploy QUANT --engine vllm --hosts 10.0.0.1 --format k8s -> no --hosts
 deploy QUANT --engine vllm --draft-length 2 -> no --draft-length
@@ -132,6 +134,9 @@ def folders(tmp_path_factory):
     made["TEXT"].write_text("one who asks is told what many have found\n\n" * 200)
     recipe = {"scheme": "awq-w4a16", "methods": ["gptq"], "calibration": str(made["TEXT"])}
     made["SMALL"].write_text(yaml.safe_dump(SMALL | recipe))
+    made |= {"JINJA": folder / "own.jinja", "EMPTY": folder / "empty.jinja"}
+    made["JINJA"].write_text("{{ messages[0].content }}")
+    made["EMPTY"].write_text(" \n")
     made["YOURS"].mkdir()
     (made["YOURS"] / "notes").write_text("mine")
     for source, name in (("LLAMA", "QUANT"), ("LLAMA", "DONE"), ("MIX", "MIXQ")):
