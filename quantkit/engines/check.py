@@ -91,6 +91,8 @@ def loaded_schemes(
     """Schemes in which the engine loads the checkpoint's model, with some of it quantized, in the
     format that it prefers for each, or in `format`."""
     profile, model_type = find_engine(engine), checkpoint.config.get("model_type")
+    if model_type not in profile.architectures or not is_known(checkpoint.config):
+        return []
     formats, rows = profile.formats.get(str(model_type)), read_model(checkpoint).rows
     found = []
     for scheme in SCHEMES.values():

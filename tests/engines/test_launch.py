@@ -322,6 +322,17 @@ def test_a_format_that_another_tool_must_write(tmp_path, int8):
                 assert typed(f"deploy {out} --engine {engine}").code == 0
 
 
+def test_no_scheme_is_named_for_a_model_that_the_engine_does_not_run(tmp_path):
+    tensors = of_any(CONFIGS["qwen2"])
+    stored = write_packed(
+        tmp_path / "awq", CONFIGS["qwen2"], tensors, awq.FORMAT, IntGrid(4, 64, False)
+    )
+    for engine, named in (("omni-infer", False), ("vllm-ascend", True)):
+        refused = typed(f"deploy {stored} --engine {engine}")
+        assert refused.code == 1
+        assert ("--scheme" in refused.error) == named
+
+
 def test_devices_of_one_box(int8, dense):
     """The fewest by default; tensor parallel over as many as are given, or groups that share the
     experts, and what each holds is counted so."""
