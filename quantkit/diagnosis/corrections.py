@@ -31,7 +31,7 @@ from quantkit.diagnosis.survey import Survey
 from quantkit.engines.check import find_load
 from quantkit.engines.profiles import LoadRule, MixtureRule, find_engine
 from quantkit.grids.base import Grid, dequantize
-from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
+from quantkit.models.pangu_ultra_moe import OTHER_RELEASE_NAMES
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 
@@ -409,13 +409,6 @@ def _extend_lists(
         plan.files[slim] = json.dumps(types, indent=2).encode() + b"\n"
 
 
-_SYNONYMS: dict[str, str] = {
-    **FIRST_RELEASE_NAMES,
-    **{later: first for first, later in FIRST_RELEASE_NAMES.items()},
-}
-"""Names of the same number in two releases of an architecture, in both directions."""
-
-
 @dataclass
 class EngineKeys:
     """config: keys to set in config.json; block: in its quantization_config; listed: modules to
@@ -447,7 +440,7 @@ def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
         if config.get(key) != value
     }
     for key in profile.reads.get(model_type, ()):
-        if key not in config and (other := _SYNONYMS.get(key)) in config:
+        if key not in config and (other := OTHER_RELEASE_NAMES.get(key)) in config:
             found.config[key] = config[other]
     load = find_load(engine, checkpoint)
     if load is None:

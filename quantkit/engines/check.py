@@ -21,6 +21,7 @@ from quantkit.engines.rule_check import RuleCheck
 from quantkit.grids.schemes import SCHEMES, Scheme
 from quantkit.models import is_known
 from quantkit.models.mtp import DSPARK
+from quantkit.models.pangu_ultra_moe import OTHER_RELEASE_NAMES
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 
@@ -203,8 +204,10 @@ def check_model(
         faults.append(
             LoadProblem.error(
                 f"{engine} reads {', '.join(missing)} in config.json, which it lacks",
-                "add them: two releases of this architecture name the same numbers differently, "
-                "and config.json may have both names",
+                f"quantkit check {checkpoint.path} --engine {engine} --repair OUT writes a copy "
+                "with both names of these numbers, which two releases name differently"
+                if all(OTHER_RELEASE_NAMES.get(key) in config for key in missing)
+                else "use the config.json of the release that it reads",
             )
         )
     grids = dict.fromkeys(linear.grid for linear in checkpoint.linears.values() if linear.grid)

@@ -37,6 +37,11 @@ FIRST_RELEASE_NAMES = {
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 """config.json keys of the V1.0 release -> DeepSeek's names, which later releases use."""
+OTHER_RELEASE_NAMES: dict[str, str] = {
+    **FIRST_RELEASE_NAMES,
+    **{later: first for first, later in FIRST_RELEASE_NAMES.items()},
+}
+"""The same in both directions."""
 
 
 @dataclass(frozen=True)

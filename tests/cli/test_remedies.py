@@ -58,6 +58,7 @@ serve BARE --device cpu --draft-length 1 -> no --draft-length
 deploy QUANT --engine vllm --hosts 10.0.0.1 --format k8s -> no --hosts
 deploy QUANT --engine vllm --draft-length 2 -> no --draft-length
 deploy QUANT --engine sglang --format ray -> --format slurm
+deploy PANGU --engine omni-infer -> quantkit check PANGU --engine omni-infer --repair <NEW> then deploy NEW --engine omni-infer
 quantize tiny-r1 --scheme fp4-w4a16 --recipe SMALL --engine omni-infer --out NEW -> --scheme int8-a8w8c16
 quantize tiny-r1 --scheme int8-a8w8c16 --recipe SMALL --format awq --engine omni-infer --out NEW -> --format compressed-tensors
 quantize tiny-r1 --scheme rtn-w4a16 --format awq --engine omni-infer --out NEW -> no --format --scheme int8-a8w8c16 --recipe <SMALL>
@@ -137,6 +138,7 @@ def folders(tmp_path_factory):
     made |= {"JINJA": folder / "own.jinja", "EMPTY": folder / "empty.jinja"}
     made["JINJA"].write_text("{{ messages[0].content }}")
     made["EMPTY"].write_text(" \n")
+    made["PANGU"] = tiny_models.write(folder / "pangu", "pangu_ultra_moe")
     made["YOURS"].mkdir()
     (made["YOURS"] / "notes").write_text("mine")
     for source, name in (("LLAMA", "QUANT"), ("LLAMA", "DONE"), ("MIX", "MIXQ")):
