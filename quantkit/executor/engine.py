@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import HostCopy, set_current_device
+from quantkit.common.errors import QuantkitError
 from quantkit.common.options import documented, read_options
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.dp_step import DpStep
@@ -215,6 +216,8 @@ class Engine:
         Every prompt is checked before anything is computed. A fault of one request alone is in its
         completion's `fault`. Closing the iterator early cancels what is unfinished.
         """
+        if isinstance(prompts, str):
+            raise QuantkitError("the prompts are one text", "give a list of prompts")
         prompts = [*prompts]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         assert len(each) == len(prompts), (len(each), len(prompts))

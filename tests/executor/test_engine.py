@@ -148,6 +148,12 @@ def test_prompts_that_cannot_run_are_refused_before_any_work(engine, prompt, sai
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("prompts", ["one text", [1, 2, 3]])
+def test_a_prompt_is_not_taken_for_a_list_of_prompts(engine, prompts):
+    with refused("give a list of prompts"):
+        next(engine.generate(prompts, GREEDY))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -297,8 +297,13 @@ class Sequence:
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
-    """Raises QuantkitError for a prompt that does not fit in `context` tokens, or a token id
-    outside the vocabulary."""
+    """Raises QuantkitError for a prompt that does not fit in `context` tokens, a token id
+    outside the vocabulary, or one in place of a prompt."""
+    if isinstance(prompt, int):
+        raise QuantkitError(
+            f"a prompt is {prompt}, an int",
+            "give a list of prompts, each a text or a list of token ids",
+        )
     if not prompt:
         raise QuantkitError("the prompt is empty", "give at least one token")
     if len(prompt) >= context:
