@@ -131,6 +131,24 @@ def test_bad_parameters_are_refused(bad):
         SamplingParams(**bad)
 
 
+@pytest.mark.parametrize("bad", [{"stop": "##"}, {"stop_token_ids": 5}, {"logit_bias": {5: 1.0}}])
+def test_what_is_no_list_is_refused(bad):
+    (name,) = bad
+    with refused(rf"{name} is .* give a list"):
+        SamplingParams(**bad)
+
+
+def test_lists_do_what_tuples_do(engine):
+    given = {"stop": ("\n", "x"), "stop_token_ids": (5,), "logit_bias": ((7, 2.0),)}
+    lists, tuples = (
+        SamplingParams(max_new_tokens=8, **{name: kind(one) for name, one in given.items()})
+        for kind in (list, tuple)
+    )
+    assert lists == tuples
+    (one,), (other,) = (engine.generate([[5, 6]], params) for params in (lists, tuples))
+    assert one.token_ids == other.token_ids
+
+
 @pytest.mark.parametrize(
     "extreme",
     [{"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 5e-324}],

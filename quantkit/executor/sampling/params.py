@@ -64,7 +64,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate for one prompt.
+    """How to generate for one prompt. A list in place of a tuple becomes one.
 
     temperature 0 is greedy. min_p keeps tokens with at least this share of the likeliest token's
     probability, top_k the k likeliest (0: all), then top_p the likeliest that together reach it.
@@ -104,6 +104,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("logit_bias", "stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list):
+                raise QuantkitError(
+                    f"{name} is {value!r}, a {type(value).__name__}", "give a list or a tuple"
+                )
+            object.__setattr__(self, name, tuple(value))  # hashable, as what is cached by them
         if self.max_new_tokens < 1:
             raise QuantkitError(
                 f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token"
