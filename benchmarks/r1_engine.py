@@ -104,7 +104,7 @@ def served_engine(
         engine.parallel,
         engine.scheduler.budget,
         batch,
-        fixed_chunk=chunk_tokens is not None,
+        engine.longest_chunk,
     )
     warm_up_graphs(engine.runner, engine.parallel, batch, length)
     return engine

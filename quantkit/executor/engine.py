@@ -30,7 +30,12 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.options import documented, read_options
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.dp_step import DpStep
-from quantkit.executor.memory_budget import check_finite_logits, default_chunk_tokens, plan_kv_cache
+from quantkit.executor.memory_budget import (
+    LONGEST_PREFILL_TOKENS,
+    check_finite_logits,
+    default_chunk_tokens,
+    plan_kv_cache,
+)
 from quantkit.executor.options import EngineOptions, check_amounts
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
@@ -87,6 +92,11 @@ class Engine:
         )
         self.parallel, dp_size = loaded.weights.ranks, loaded.weights.expert_ranks.size
         rank_batch = -(-options.max_batch // dp_size)
+        self.longest_chunk: int | None = None
+        """Prompt tokens that a step may have where they are faster; None where the user chose."""
+        if options.chunk_tokens is None:
+            longest = default_chunk_tokens(loaded, plan, draft, LONGEST_PREFILL_TOKENS)
+            self.longest_chunk = -(-max(chunk_tokens, longest) // dp_size)
         kept = options.prefix_cache and loaded.checkpoint_bytes(lookahead) > 0
         assert plan.checkpoints or not kept, "a plan by plan_kv_cache"
         self._speculates = lookahead > 0
@@ -191,7 +201,7 @@ class Engine:
                     parallel,
                     engine.scheduler.budget,
                     options.max_batch,
-                    fixed_chunk=options.chunk_tokens is not None,
+                    engine.longest_chunk,
                 )
                 log(
                     f"steps measured after {time.perf_counter() - began:.1f} s: "

@@ -33,6 +33,11 @@ LONG_PREFILL_TOKENS = 8192
 then wait for fewer prompts between two tokens, and for mixture-of-experts models with latent KV,
 where every step expands all latents of a prompt again. 16,384 tokens of one of four ranks of R1
 take an H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
+LONGEST_PREFILL_TOKENS = 32768
+"""Of mixture-of-experts models with keys and values, where what a cache leaves holds them and
+prefill_tuner.py finds them faster: weights are read, or decoded, for more tokens at once. 32 prompts
+of 8192 of eight layers of gpt-oss-20b take an H200 1.24 s in steps of so many, 1.40 in steps of
+8192."""
 _GRAPHS_BYTES = 3 << 29
 """Memory of captured steps, in addition to that of a launched step."""
 _ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
@@ -56,21 +61,29 @@ def default_step_tokens(device: torch.device) -> int:
 
 
 def default_chunk_tokens(
-    loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | LoadedEagleHead | None = None
+    loaded: LoadedModel,
+    plan: CachePlan,
+    draft: LoadedModel | LoadedEagleHead | None = None,
+    longest: int = LONG_PREFILL_TOKENS,
 ) -> int:
-    """Default prompt tokens of a step: what fits on the rank with the least memory, next to the
-    planned cache and the draft's."""
-    usual, needed = default_step_tokens(loaded.device), long_step_bytes(loaded)
+    """Default prompt tokens of a step: `longest` if they fit on the rank with the least memory, next
+    to the planned cache and the draft's."""
+    usual, needed = default_step_tokens(loaded.device), long_step_bytes(loaded, longest)
     if needed is None:
         return usual
     token_bytes = loaded.cache_token_bytes + (0 if draft is None else draft.cache_token_bytes)
     left = free_bytes(loaded.device) - plan.num_blocks * plan.block_size * token_bytes
-    return LONG_PREFILL_TOKENS if loaded.weights.ranks.minimum(left) >= needed else usual
+    return longest if loaded.weights.ranks.minimum(left) >= needed else usual
 
 
-def long_step_bytes(loaded: LoadedModel) -> int | None:
-    """Memory of a step of LONG_PREFILL_TOKENS; None for models and devices without such steps."""
+def long_step_bytes(loaded: LoadedModel, tokens: int = LONG_PREFILL_TOKENS) -> int | None:
+    """Memory of a step of so many tokens, which are long ones; None for models and devices without
+    such steps."""
     config, cache, net = loaded.config, loaded.config.cache, loaded.config.recurrent
+    if tokens > LONG_PREFILL_TOKENS and (
+        config.routing is None or not isinstance(cache, KeyValueCache)
+    ):
+        return None
     if (
         loaded.device.type != "cuda"
         or loaded.weights.expert_ranks.size > 1
@@ -88,9 +101,9 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
     if config.routing is not None:  # the shared expert, too
         mlp_rows = _EXPERT_ROWS * (config.routing.num_experts_per_tok + 1)
     return (
-        LONG_PREFILL_TOKENS * _ROWS * row
-        + max(int(LONG_PREFILL_TOKENS * mlp_rows * row) + loaded.weights.decoded_bytes, at_once)
-        + (LONG_PREFILL_TOKENS * net.prompt_bytes(loaded.weights.parallel.size) if net else 0)
+        tokens * _ROWS * row
+        + max(int(tokens * mlp_rows * row) + loaded.weights.decoded_bytes, at_once)
+        + (tokens * net.prompt_bytes(loaded.weights.parallel.size) if net else 0)
         + _GRAPHS_BYTES
     )
 

@@ -13,6 +13,7 @@ from quantkit.executor import memory_budget
 from quantkit.executor.cache.cache import BlockAllocator, PagedCache, plan_cache
 from quantkit.executor.memory_budget import (
     LONG_PREFILL_TOKENS,
+    LONGEST_PREFILL_TOKENS,
     PREFILL_TOKENS,
     default_chunk_tokens,
     long_step_bytes,
@@ -110,6 +111,19 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded, monkeypatch):
     for count, tokens in ((needed, LONG_PREFILL_TOKENS), (needed - 1, PREFILL_TOKENS["cuda"])):
         free(monkeypatch, count)
         assert default_chunk_tokens(dense, plan) == tokens
+
+
+def test_mixtures_with_keys_and_values_may_have_the_longest_steps(loaded, monkeypatch):
+    held = KeyValueCache(8, 64)
+    for other in (loaded, of(loaded, cache=held, routing=None)):
+        assert long_step_bytes(other, LONGEST_PREFILL_TOKENS) is None
+    mixture, plan = of(loaded, cache=held), SimpleNamespace(num_blocks=0, block_size=64)
+    needed = long_step_bytes(mixture, LONGEST_PREFILL_TOKENS)
+    assert needed > long_step_bytes(mixture)
+    monkeypatch.setattr(LoadedModel, "cache_token_bytes", 1)
+    for count, tokens in ((needed, LONGEST_PREFILL_TOKENS), (needed - 1, PREFILL_TOKENS["cuda"])):
+        free(monkeypatch, count)
+        assert default_chunk_tokens(mixture, plan, longest=LONGEST_PREFILL_TOKENS) == tokens
 
 
 def test_weights_that_a_pass_decodes_are_counted(loaded, monkeypatch):

@@ -122,6 +122,16 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
     assert len(clock.measured) <= 12
 
 
+@pytest.mark.parametrize(
+    ("fixed", "chosen"),
+    [(0.0, 8192), (5e-4, 8192), (1e-2, 32768), (6e-2, 26624), (0.15, 9216)],
+)
+def test_more_than_usual_is_taken_where_it_is_faster(fixed, chosen):
+    """What each pass costs beside its tokens, as weights that it decodes."""
+    passes = prefill_tuner._PassTimes(Clocked(fixed, 5e-6), 0.0)
+    assert passes.best_of(8192, 32768, 0.2) == chosen
+
+
 @pytest.mark.parametrize("seen", [0.0, 1.16e-6])
 @pytest.mark.parametrize(
     ("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)]
@@ -178,7 +188,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint):
     assert 32 <= found.with_decodes <= 1024
     short = load(tiny_checkpoint, measure_steps=True, chunk_tokens=48).scheduler.budget
     assert (short.prefill_only, short.with_decodes) == (48, 48)
-    alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, fixed_chunk=False)
+    alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, 512)
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
