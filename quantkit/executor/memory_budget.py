@@ -40,11 +40,11 @@ of 8192 of eight layers of gpt-oss-20b take an H200 1.24 s in steps of so many, 
 8192."""
 _GRAPHS_BYTES = 3 << 29
 """Memory of captured steps, in addition to that of a launched step."""
-_ROWS, _MLP_ROWS, _EXPERT_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
+_ROWS, _MLP_ROWS, _EXPERT_ROWS, _DECODED_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 4.0, 1 << 30
 """Activations of a step, in rows of the hidden size: per token; per token more in a dense MLP
-(gate, up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; and
-latent KV expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
-tokens."""
+(gate, up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; the same
+where weights are decoded first (gpt-oss: its input, gate, up and their product); and latent KV
+expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440 tokens."""
 _SELECTION_BYTES = 3 << 28
 """Of sparse attention: an indexer's scores, held 256 MiB at a time, and twice 2,048 selected tokens
 for each of a step."""
@@ -98,11 +98,13 @@ def long_step_bytes(loaded: LoadedModel, tokens: int = LONG_PREFILL_TOKENS) -> i
     elif not isinstance(cache, KeyValueCache) or cache.index_dim:
         return None
     mlp_rows: float = _MLP_ROWS
+    decoded = loaded.weights.decoded_bytes
     if config.routing is not None:  # the shared expert, too
-        mlp_rows = _EXPERT_ROWS * (config.routing.num_experts_per_tok + 1)
+        pairs = config.routing.num_experts_per_tok + 1
+        mlp_rows = pairs * (_DECODED_ROWS if decoded else _EXPERT_ROWS)
     return (
         tokens * _ROWS * row
-        + max(int(tokens * mlp_rows * row) + loaded.weights.decoded_bytes, at_once)
+        + max(int(tokens * mlp_rows * row) + decoded, at_once)
         + (tokens * net.prompt_bytes(loaded.weights.parallel.size) if net else 0)
         + _GRAPHS_BYTES
     )

@@ -53,9 +53,12 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch):
         torch.rand(51, 3, generator=rng).to(DEVICE),
     )
     whole = experts(x, ids, topk_weights)
-    monkeypatch.setattr("quantkit_kernels.triton.experts.KEPT_BYTES", 32 * (4 * 64 + 2 * 48))
+    kept = 32 * (4 * 64 + 2 * 48)
+    monkeypatch.setattr("quantkit_kernels.triton.dense_experts.KEPT_BYTES", kept)
     assert torch.equal(experts(x, ids, topk_weights), whole)
-    sizes = in_parts(lambda part, *_: torch.tensor([len(part)]), x, ids, topk_weights, experts)
+    sizes = in_parts(
+        lambda part, *_: torch.tensor([len(part)]), x, ids, topk_weights, experts, kept
+    )
     assert sizes.tolist() == [9, 9, 9, 9, 9, 6]
 
 

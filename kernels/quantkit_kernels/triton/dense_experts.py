@@ -14,7 +14,7 @@ from quantkit_kernels.experts import Experts, StackedLayout
 from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
-from quantkit_kernels.triton.experts import in_parts
+from quantkit_kernels.triton.experts import KEPT_BYTES, in_parts
 from quantkit_kernels.triton.sorted_pairs import sort_pairs
 
 
@@ -64,7 +64,8 @@ class DenseExperts(Experts):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         each = topk_ids.numel() / self.num_experts
         plan = next(plan for plan in PLANS if each <= plan.most)
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, self)
+        compute = partial(self.by_plan, plan=plan)
+        return in_parts(compute, x, topk_ids, topk_weights, self, KEPT_BYTES)
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: DensePlan) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]

@@ -36,6 +36,8 @@ from quantkit_kernels.weights import Weight, kind, shape, to_device
 KEPT_BYTES = 1 << 30
 """Of pairs that are computed at once, between the launches. Each part reads all experts and leaves
 tiles half empty: 8192 tokens of gpt-oss-20b and of Qwen3-30B-A3B, 0.6 GB, are one."""
+_DECODED_KEPT_BYTES = 4 << 30
+"""The same where each part decodes all experts: 32,768 tokens of gpt-oss-20b, 2.3 GB, are one."""
 _ROUNDED_TILE = 128
 """From tiles of so many tokens on a pair's result is rounded before it is added to those of its
 token, as is written and read then in half of the time."""
@@ -58,19 +60,14 @@ class TritonExperts(Experts):
         return [*self.gate_up.held(), *self.down.held()]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        each = topk_ids.numel() / self.num_experts
+        if self._is_faster_decoded(each):
+            return in_parts(self.decoded, x, topk_ids, topk_weights, self, _DECODED_KEPT_BYTES)
         plan = experts_plan(
-            architecture(self.device),
-            self.gate_up.kind,
-            self.intermediate,
-            self.hidden,
-            topk_ids.numel() / self.num_experts,
+            architecture(self.device), self.gate_up.kind, self.intermediate, self.hidden, each
         )
-        return in_parts(partial(self._part, plan=plan), x, topk_ids, topk_weights, self)
-
-    def _part(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan) -> Tensor:
-        if self._is_faster_decoded(topk_ids.numel() / self.num_experts):
-            return self.decoded(x, topk_ids, topk_weights)
-        return self.by_plan(x, topk_ids, topk_weights, plan)
+        compute = partial(self.by_plan, plan=plan)
+        return in_parts(compute, x, topk_ids, topk_weights, self, KEPT_BYTES)
 
     def _is_faster_decoded(self, pairs_per_expert: float) -> bool:
         sizes = (self.intermediate, self.hidden)
@@ -144,10 +141,11 @@ def in_parts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     experts: Experts,
+    kept_bytes: int,
 ) -> Tensor:
     """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], in as few parts as
-    keep to KEPT_BYTES, of as many tokens each: a last part of one token has kernels of its own."""
-    pairs = KEPT_BYTES // (4 * experts.hidden + 2 * experts.intermediate)
+    keep to kept_bytes, of as many tokens each: a last part of one token has kernels of its own."""
+    pairs = kept_bytes // (4 * experts.hidden + 2 * experts.intermediate)
     most = max(1, pairs // topk_ids.shape[1])
     tokens = -(-len(x) // -(-len(x) // most))
     parts = zip(
