@@ -1,5 +1,5 @@
-"""An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py go: the same source
-over torch tensors, program after program.
+"""An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py and
+index_wgmma_kernel.py go: the same source over torch tensors, program after program.
 
 Triton's own interpreter does not take Gluon. Layouts mean nothing here; what is refused is what a
 card would hang or err on: a barrier that is waited for while nothing is on its way, a place that is
@@ -18,15 +18,18 @@ from torch import Tensor
 
 
 class Descriptor:
-    """A matrix as TMA reads it: tiles of `block`, zeros outside."""
+    """A matrix as TMA reads it, or a vector: tiles of `block`, zeros outside."""
+
+    layout = "of TMA"
 
     def __init__(self, matrix, block):
-        self.matrix, self.block, self.layout = matrix, block, None
+        self.matrix, self.block = matrix, block
+        self.dtype = SimpleNamespace(of=matrix.dtype, primitive_bitwidth=8 * matrix.itemsize)
 
     def tile(self, at):
         found = torch.zeros(self.block, dtype=self.matrix.dtype)
-        part = self.matrix[at[0] : at[0] + self.block[0], at[1] : at[1] + self.block[1]]
-        found[: part.shape[0], : part.shape[1]] = part
+        part = self.matrix[tuple(slice(one, one + size) for one, size in zip(at, self.block))]
+        found[tuple(map(slice, part.shape))] = part
         return found
 
 
@@ -48,12 +51,22 @@ class Pointer:
         return offset, inside
 
 
+class Value(Tensor):
+    """What is asked for its layout, or taken for numbers of another type."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def to(self, dtype, bitcast=False):  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
 class Place:
     """A tile in shared memory: loaded once more when as many have read it as `readers`, and none
     reads."""
 
     def __init__(self, readers, dtype, *shape):
         self.value, self.readers, self.missing = torch.empty(shape, dtype=dtype), readers, shape[0]
+        self.dtype = dtype
         self.reading, self.read = 0, readers
 
     def permute(self, order):
@@ -217,7 +230,7 @@ class Machine:
     @staticmethod
     def copy(source, at, barrier, to, pred=True):
         if pred:
-            tile = source.tile((int(at[0]), int(at[1])))
+            tile = source.tile(tuple(map(int, at)))
             to.fill(tile)
             barrier.arrive(0, tile.numel() * tile.element_size())
 
@@ -243,11 +256,16 @@ class Machine:
         return deps[0] if len(deps) == 1 else deps
 
     def allocate(self, dtype, shape, layout):
-        """Barriers, or places of a ring; or one place, which stays as it is after a product."""
+        """Barriers; places of a ring, which are loaded by TMA, read by products if they are
+        matrices; or one place or several, which stay as they are after a product."""
         if dtype == torch.int64:
             return _Memory(Barrier() for _ in range(shape[0]))
+        dtype = getattr(dtype, "of", dtype)
+        if layout == Descriptor.layout:
+            readers = self.readers if len(shape) == 3 else 0
+            return _Memory(Place(readers, dtype, *shape[1:]) for _ in range(shape[0]))
         if len(shape) == 3:
-            return _Memory(Place(self.readers, dtype, *shape[1:]) for _ in range(shape[0]))
+            return _Memory(Kept(dtype, *shape[1:]) for _ in range(shape[0]))
         return Kept(dtype, *shape)
 
 
@@ -295,8 +313,8 @@ def _where(which, one, other):
 
 def _of_tensors(whole, numbers):
     return lambda one, other: (
-        whole(one, other)
-        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        whole(*map(torch.as_tensor, (one, other)))
+        if any(isinstance(side, Tensor) and side.dim() for side in (one, other))
         else numbers(one, other)
     )
 
@@ -312,7 +330,8 @@ def _modules(machine):
         num_programs=lambda axis: machine.programs[axis],
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         exp2=torch.exp2, log2=torch.log2, max=torch.amax,
-        sum=torch.sum, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        abs=lambda values: values.abs().as_subclass(Value),
+        sum=lambda values, axis: values.sum(axis).as_subclass(Value), NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda first,
         end, layout: torch.arange(first, end),
         expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load,

@@ -133,8 +133,6 @@ def _scores(
     q: Tensor, weights: Tensor, cache: IndexKeys, table: Tensor, positions: Tensor
 ) -> Tensor:
     """float32 [T, S]; only those of tokens up to each token's own are written."""
-    from quantkit_kernels.triton.indexer_kernel import index_scores as kernel
-
     (tokens, heads, width), (keys, scales) = q.shape, _sides(cache)
     page, coded = keys.shape[1], isinstance(cache, CodedIndexKeys)
     seen = table.shape[1] * page
@@ -150,6 +148,8 @@ def _scores(
     ):
         _score_prompts(q, weights, cache, table, positions, scores)
         return scores
+    from quantkit_kernels.triton.indexer_kernel import index_scores as kernel
+
     many = programs >= multiprocessors(q.device)
     block, warps, stages = _CODED if coded else _MANY if many else _FEW
     splits = max(1, min(_PROGRAMS * multiprocessors(q.device) // programs, -(-seen // block)))
