@@ -35,16 +35,17 @@ where every step expands all latents of a prompt again. 16,384 tokens of one of 
 take an H200 1.174 s in steps of 4096, 1.148 in steps of 8192."""
 LONGEST_PREFILL_TOKENS = 32768
 """Of mixture-of-experts models with keys and values, where what a cache leaves holds them and
-prefill_tuner.py finds them faster: weights are read, or decoded, for more tokens at once. 32 prompts
-of 8192 of eight layers of gpt-oss-20b take an H200 1.24 s in steps of so many, 1.40 in steps of
-8192."""
+prefill_tuner.py finds them faster: weights are read, or decoded, for more tokens at once. 32
+prompts of 8192 of eight layers of gpt-oss-20b take an H200 1.24 s in steps of so many, 1.40 in
+steps of 8192."""
 _GRAPHS_BYTES = 3 << 29
 """Memory of captured steps, in addition to that of a launched step."""
 _ROWS, _MLP_ROWS, _EXPERT_ROWS, _DECODED_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 4.0, 1 << 30
 """Activations of a step, in rows of the hidden size: per token; per token more in a dense MLP
 (gate, up and their product: Qwen3-8B has 9); per (token, expert) pair, padding included; the same
 where weights are decoded first (gpt-oss: its input, gate, up and their product); and latent KV
-expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440 tokens."""
+expanded at a time. 3.7 GB for R1: one of four ranks took 2.4 in prompts of 8192 to 61,440
+tokens."""
 _SELECTION_BYTES = 3 << 28
 """Of sparse attention: an indexer's scores, held 256 MiB at a time, and twice 2,048 selected tokens
 for each of a step."""
@@ -66,8 +67,8 @@ def default_chunk_tokens(
     draft: LoadedModel | LoadedEagleHead | None = None,
     longest: int = LONG_PREFILL_TOKENS,
 ) -> int:
-    """Default prompt tokens of a step: `longest` if they fit on the rank with the least memory, next
-    to the planned cache and the draft's."""
+    """Default prompt tokens of a step: `longest` if they fit on the rank with the least memory,
+    next to the planned cache and the draft's."""
     usual, needed = default_step_tokens(loaded.device), long_step_bytes(loaded, longest)
     if needed is None:
         return usual

@@ -7,8 +7,8 @@ and clusters of blocks that read each other's memory. Attention of prompts needs
 is the Triton backend's.
 
 csrc/ and the Python next to it have the same rooms: linears, experts, attention, operators (norms,
-activation, routing, rotary embedding, selection of index scores), collectives. plans.py says which kernel a product takes,
-abi.py what the library's functions are given.
+activation, routing, rotary embedding, selection of index scores), collectives. plans.py says which
+kernel a product takes, abi.py what the library's functions are given.
 """
 
 from functools import partial

@@ -1,5 +1,5 @@
-"""The highest index scores of few tokens, and of long texts, in one launch. The scores are the Triton
-backend's."""
+"""The highest index scores of few tokens, and of long texts, in one launch. The scores are the
+Triton backend's."""
 
 from torch import Tensor
 
@@ -9,8 +9,8 @@ from quantkit_kernels.indexer import IndexPages, TopTokens
 from quantkit_kernels.triton import indexer
 
 _FEW, _LONG = 128, 32768
-"""Tokens, and scores of a token: of more tokens with fewer scores the Triton backend's programs, one
-for each segment of a token's scores, keep the card as busy."""
+"""Tokens, and scores of a token: of more tokens with fewer scores the Triton backend's programs,
+one for each segment of a token's scores, keep the card as busy."""
 _LONGEST = 1 << 18
 """Scores of a token that the shared memory of a cluster holds."""
 

@@ -48,7 +48,7 @@ def is_faster_decoded(
 def multiply_decoded(
     gate_up: Packed, down: Packed, gating: Gating, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
 ) -> Tensor:
-    """x [T, H], topk_ids [T, k], topk_weights float32 [T, k] -> [T, H], all contiguous. The products are
+    """x [T, H], topk_ids [T, k], topk_weights float32 [T, k] -> [T, H], all contiguous. Products are
     rounded to x's dtype before biases are added."""
     from quantkit_kernels.triton.decoded_experts_kernel import copy_to_rows, gate_rows, sum_rows
 

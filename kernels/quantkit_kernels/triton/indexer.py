@@ -22,9 +22,9 @@ _HEADS = 16
 _ROWS = 128
 """Heads of all its tokens that a program scores."""
 _MANY, _FEW, _CODED = (128, 8, 2), (64, 4, 2), (128, 8, 1)
-"""Keys of a block, warps and stages of many programs, as of prompts, and of few. Over codes a thread
-of four warps has too few registers for its share of queries. On an H200 these are the fastest of 63
-for 1 and 8 tokens of 8,256 and 60,032 keys."""
+"""Keys of a block, warps and stages of many programs, as of prompts, and of few. Over codes a
+thread of four warps has too few registers for its share of queries. On an H200 these are the
+fastest of 63 for 1 and 8 tokens of 8,256 and 60,032 keys."""
 _PROGRAMS = 4
 """Of few, that a multiprocessor has."""
 _PARTS, _BLOCK, _STAGES, _CODED_STAGES = 4, 64, 4, 8
@@ -74,8 +74,8 @@ def _sides(cache: IndexKeys) -> tuple[Tensor, Tensor]:
 def select_highest(
     scores: Tensor, table: Tensor, positions: Tensor, page: int, found: TopTokens
 ) -> None:
-    """Write to `found` the highest scores float32 [T, S] of each token's columns up to its position;
-    page: tokens of a page of the table."""
+    """Write to `found` the highest scores float32 [T, S] of each token's columns up to its
+    position; page: tokens of a page of the table."""
     from quantkit_kernels.triton.indexer_kernel import select_highest as kernel
 
     (tokens, width), count, columns = scores.shape, found.slots.shape[1], found.positions

@@ -59,8 +59,9 @@ def read_documents(
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
     A file of records (common/records.py) has one document a record, {"text": ...} or
-    {"messages": [...]}, each truncated to seq_len; any other file is one text, split into pieces of seq_len, each with BOS if
-    the model has it. Without a chat template a conversation becomes its text, as in calibration.
+    {"messages": [...]}, each truncated to seq_len; any other file is one text, split into pieces of
+    seq_len, each with BOS if the model has it. Without a chat template a conversation becomes its
+    text, as in calibration.
     Raises QuantkitError where the file cannot be read or has nothing to predict.
     """
     if holds_records(path) and path.is_file():

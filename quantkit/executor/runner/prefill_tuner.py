@@ -46,9 +46,9 @@ whose handling takes the host's time too. Eight prompts of 128 tokens of Qwen3-8
 their first token on an H200 after 45 ms, on one of another host after 77 to 102."""
 _FASTER = 0.98
 """A shorter chunk is taken if its time per token is at most this share of the longer one's, and one
-longer than usual if it is at most this share of the usual one's. With
-7680 tokens instead of 4096, Qwen3-8B on an H200 has 2 to 5 % more tokens/s in five cells, TPOT of
-0.92 to 1.0, first tokens of 0.96 to 1.06; decoding sequences wait up to 0.21 s instead of 0.11."""
+longer than usual if it is at most this share of the usual one's. With 7680 tokens instead of 4096,
+Qwen3-8B on an H200 has 2 to 5 % more tokens/s in five cells, TPOT of 0.92 to 1.0, first tokens of
+0.96 to 1.06; decoding sequences wait up to 0.21 s instead of 0.11."""
 _MAX_WAIT_S, _MAX_WAIT_STEPS = 0.2, 4
 """A chunk and a decode step may take this long, or as long as this many decode steps if that is
 longer. With chunks of 4096 tokens, 32 prompts of 4096 of Qwen3-8B have their first token on an H200
@@ -89,8 +89,8 @@ def measure(
     """The tuned budget. All ranks call it at the same time, before any request: it overwrites the
     cache.
 
-    budget: usual tokens. longest: the most that are allowed, taken where they are faster; None where
-    the user chose the usual ones, so that only mixing is measured.
+    budget: usual tokens. longest: the most that are allowed, taken where they are faster; None
+    where the user chose the usual ones, so that only mixing is measured.
     """
     room = (runner.cache.num_blocks - 1) * runner.cache.block_size
     usual = min(budget.prefill_only, room)

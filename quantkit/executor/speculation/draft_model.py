@@ -189,7 +189,7 @@ def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
 
 
 def check_rolls_back(path: Path, config: ModelConfig) -> None:
-    """Raises QuantkitError for the draft model at `path` where rejected drafts stay in its state."""
+    """Raises QuantkitError where rejected drafts would stay in the state of the model at `path`."""
     if config.has_sequence_state:
         raise QuantkitError(
             f"{path} has recurrent layers, whose state cannot be rolled back after a rejected "
