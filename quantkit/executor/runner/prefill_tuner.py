@@ -63,9 +63,9 @@ _PIECE = 1024
 """Tokens per prompt of a measured pass, at most; longer passes have several prompts. With one of
 4096, Qwen3-8B on an H200 had chunks of 2048 and took 1.14 of vLLM's time for eight prompts of
 16,000 tokens; with chunks of 4096 it took 0.96."""
-_CONTEXT_CHUNKS, _MIN_CONTEXT_CHUNKS = 8, 2
-"""Chunks of context before the half chunk that is measured, if the cache has room for them; with
-room for fewer no context is long."""
+_CONTEXT_CHUNKS, _MIN_CONTEXT_CHUNKS, _CONTEXT_TOKENS = 8, 2, 65536
+"""Chunks of context before the half chunk that is measured, of so many tokens in all at most, if
+the cache has room for them; with room for fewer chunks no context is long."""
 _ITERATIONS = 8
 """Of the fixed point of the costs of a token and of a token that it sees."""
 _NEVER = 1 << 24
@@ -111,7 +111,7 @@ def measure(
     if longest is not None:
         times = _PassTimes(trial.bounded, step)
         chunk = times.best_of(usual, most, max(_MAX_WAIT_S, _MAX_WAIT_STEPS * step))
-        context = min(_CONTEXT_CHUNKS, room // chunk - 1)
+        context = min(_CONTEXT_CHUNKS, _CONTEXT_TOKENS // chunk, room // chunk - 1)
         if context >= _MIN_CONTEXT_CHUNKS and trial.affords((context + 1) * trial.at_most(chunk)):
             for part in range(context):
                 trial.continued(chunk, part * chunk)
